@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# From a fresh checkout to a trained model: quickstart.sh [--seed N]
+# Sets up .venv, makes a tiny model and prompts in data/quickstart where absent, and trains with GRPO on two ranks into
+# runs/quickstart (runs/quickstart-N for another seed than 0). The seed is that of prompts and training; the starting
+# model is made once.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+seed=0
+while (($#)); do
+    case $1 in
+        --seed) seed=${2:?--seed needs a number}; shift 2 ;;
+        *) echo "usage: quickstart.sh [--seed N]" >&2; exit 2 ;;
+    esac
+done
+[[ $seed =~ ^[0-9]+$ ]] || { echo "quickstart.sh: --seed $seed is not a whole number of 0 or more" >&2; exit 2; }
+
+data=data/quickstart
+model=$data/model train=$data/train-$seed.jsonl heldout=$data/heldout-$seed.jsonl
+run=runs/quickstart
+if ((seed != 0)); then run=$run-$seed; fi
+
+# Files are renamed to their last name when whole, so that what an interrupted run left is never reused.
+make_prompts() {  # seed, training file, held-out file
+    [[ -e $2 && -e $3 ]] && return
+    python tools/make_prompts.py --task chain_sum --option max_terms=2 --option min_digits=2 --option max_digits=2 \
+        --seed "$1" --train "$2.part" --heldout "$3.part"
+    mv "$2.part" "$2"
+    mv "$3.part" "$3"
+}
+
+make_model() {
+    [[ -e $model ]] && return
+    make_prompts 1000000 $data/sft-train.jsonl $data/sft-heldout.jsonl
+    rm -rf $model.part
+    python tools/make_model.py $model.part --preset tiny --sft $data/sft-train.jsonl --sft_steps 300 \
+        --heldout $data/sft-heldout.jsonl
+    mv $model.part $model
+}
+
+bash launch/setup_env.sh gym
+source .venv/bin/activate
+make_prompts "$seed" "$train" "$heldout"
+make_model
+torchrun --standalone --nproc_per_node 2 -m spmd_rl.train --config launch/configs/quickstart.yaml \
+    --model.path $model --data.train "$train" --data.eval "$heldout" --run.seed "$seed" --run.output_dir $run
+echo
+echo "starting model  $model"
+echo "prompts         $train, $heldout"
+echo "run             $run:"
+ls $run

@@ -1,0 +1,23 @@
+"""The `spmd-rl` command: ``spmd-rl train ...`` and ``spmd-rl report RUN``."""
+
+import importlib
+import sys
+
+COMMANDS = {
+    "train": ("spmd_rl.train", "train; the same options as python -m spmd_rl.train"),
+    "report": ("spmd_rl.report", "draw a run's figures"),
+}
+
+
+def main(args: list[str] | None = None) -> None:
+    """Call the named command's own `main` with the rest of the arguments; exits with 2 for an unknown one."""
+    args = sys.argv[1:] if args is None else args
+    if not args or args[0] not in COMMANDS:
+        wrong = bool(args) and args[0] not in ("-h", "--help")
+        lines = ["usage: spmd-rl COMMAND ...", *(f"  {name:8} {what}" for name, (_, what) in COMMANDS.items())]
+        if wrong:
+            lines.insert(0, f"error: no command {args[0]!r}")
+        print("\n".join(lines), file=sys.stderr if wrong else sys.stdout)
+        sys.exit(2 if wrong else 0)
+    # Imported when called: --help of one command must not start another's libraries.
+    importlib.import_module(COMMANDS[args[0]][0]).main(args[1:])

@@ -1,0 +1,499 @@
+"""Every option of the program: one dataclass a module, in the order of the step.
+
+A run is described by a YAML file over these defaults and by dotted options over the file
+(``--rollout.temperature 0.8``). ``parse`` reads them, ``validate`` refuses what contradicts itself.
+Nothing heavy is imported here, so that a typing error costs no start of an engine.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal
+
+import jsonargparse
+import yaml
+
+jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+
+class ConfigError(ValueError):
+    """An option that cannot be used: the message names the field, its value and what to set."""
+
+
+@dataclass
+class RunConfig:
+    """The run as a whole."""
+
+    output_dir: str = "runs/default"
+    """Folder of metrics, checkpoints and the resolved config."""
+    seed: int = 0
+    """Seed of the data order, of every sampling request and of the trainer's generators."""
+    max_steps: int = 100
+    """Number of steps: one rollout and its update each."""
+
+
+@dataclass
+class MeshConfig:
+    """Processes and devices."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of every rank; auto takes cuda where there is a GPU."""
+    timeout_s: float = 1800.0
+    """Longest time in seconds that a rank waits for the others in any collective, of any phase."""
+    full_determinism: bool = False
+    """Deterministic kernels only (slower); an operation that has none raises."""
+
+
+@dataclass
+class ModelConfig:
+    """The model that is trained, sampled from, and (frozen) the reference."""
+
+    path: str = ""
+    """Hugging Face folder (or name in the local cache) with config, weights and tokenizer."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the weights in forward and backward and in the engine; bfloat16 keeps fp32 masters."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model folder."""
+
+
+@dataclass
+class DataConfig:
+    """Prompts."""
+
+    train: str = ""
+    """JSONL file: a `prompt` (text or messages) a line; other columns go to the rewards."""
+    eval: str | None = None
+    """Held-out JSONL file of the same form."""
+    shuffle: bool = True
+    """Another order each epoch, from run.seed; false keeps the file's order."""
+    max_prompt_length: int = 512
+    """Longest prompt in tokens after the template; longer rows are dropped, counted and reported."""
+    system_prompt: str | None = None
+    """Put before the messages of a row that has no system message; a text prompt is left as it is."""
+
+
+@dataclass
+class RolloutConfig:
+    """Sampling by vLLM."""
+
+    num_generations: int = 8
+    """Completions of each prompt: the group that advantages compare."""
+    max_completion_length: int = 256
+    """Longest completion in tokens."""
+    temperature: float = 1.0
+    """Sampling temperature; the policy's log-probs are taken at the same one. Above 0."""
+    top_p: float = 1.0
+    """Nucleus sampling: below 1 the sampler's log-probs are those of the truncated set."""
+    top_k: int = 0
+    """Sample among this many likeliest tokens; 0 is all."""
+    min_p: float = 0.0
+    """Drop tokens below this share of the likeliest one's probability."""
+    repetition_penalty: float = 1.0
+    """Above 1 punishes tokens seen before."""
+    presence_penalty: float = 0.0
+    """Above 0 punishes tokens that occurred in the completion."""
+    frequency_penalty: float = 0.0
+    """Above 0 punishes tokens by how often they occurred in the completion."""
+    min_tokens: int = 0
+    """No end of sequence before this many tokens."""
+    ignore_eos: bool = False
+    """Sample on past the end of sequence up to max_completion_length."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a completion."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Token ids that end a completion, beside the tokenizer's end of sequence."""
+    tensor_parallel_size: int = 1
+    """Neighbouring ranks that form one engine."""
+    gpu_memory_utilization: float = 0.5
+    """Share of the GPU that the engine may take in the rollout phase."""
+    enforce_eager: bool = False
+    """No compilation and no CUDA graphs in the engine: a faster start, slower sampling."""
+    cpu_kv_cache_gib: int = 1
+    """KV cache in GiB where the engine runs on a CPU."""
+
+
+@dataclass
+class RewardsConfig:
+    """Scoring of completions."""
+
+    functions: list[str] = field(default_factory=lambda: ["exact_match"])
+    """exact_match, regex, math_verify, reasoning_gym, or the user's own as module:function."""
+    weights: list[float] | None = None
+    """Weight of each function in the sum; all 1 if absent."""
+    answer_column: str = "answer"
+    """Column with the right answer, for exact_match and math_verify."""
+    regex_pattern: str | None = None
+    """Pattern that the regex reward searches for in a completion (re.DOTALL)."""
+
+
+@dataclass
+class AdvantagesConfig:
+    """From rewards to advantages."""
+
+    scale_rewards: Literal["group", "none"] = "group"
+    """Divide the reward less its group's mean by the group's sample standard deviation, or not."""
+    function: str | None = None
+    """The user's own as module:function, from (rewards, groups) to advantages; replaces the built-in."""
+
+
+@dataclass
+class BatchConfig:
+    """How a step's completions become micro-batches."""
+
+    prompts_per_step: int = 64
+    """Prompts of a step over all ranks; each gives rollout.num_generations completions."""
+    max_tokens_per_microbatch: int = 16384
+    """Token budget of one packed row; a longer sequence gets a row of its own."""
+
+
+@dataclass
+class LossConfig:
+    """The objective."""
+
+    loss_type: str = "dapo"
+    """dapo (mean over the step's tokens), grpo (mean of the completions' means), dr_grpo (by the
+    constant rollout.max_completion_length), or the user's own token loss as module:function."""
+    epsilon: float = 0.2
+    """Clip range of the ratio below 1."""
+    epsilon_high: float | None = None
+    """Clip range of the ratio above 1; epsilon if absent."""
+    beta: float = 0.0
+    """Coefficient of the KL to the reference (k3); 0 builds no reference."""
+    recompute_old_logprobs: bool = False
+    """A pass of its own for old_logprobs; without it they are the current ones, detached."""
+
+
+@dataclass
+class PolicyConfig:
+    """The DeepSpeed engine."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    """ZeRO stage: what is sharded over the ranks (1 optimizer, 2 and gradients, 3 and weights)."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """torch's fused AdamW, or plain SGD without momentum."""
+    learning_rate: float = 1e-6
+    """Peak learning rate."""
+    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant"
+    """Schedule over run.max_steps, as in Transformers."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up, where the schedule has one."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of AdamW."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.999
+    """Decay of the second moment."""
+    adam_epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    max_grad_norm: float = 1.0
+    """Global gradient norm is clipped to this; 0 does not clip."""
+    gradient_checkpointing: bool = True
+    """Recompute each block's activations in backward."""
+    logprob_memory_gib: float = 1.0
+    """Memory for the tiles of logits in GiB: all logits never exist at once."""
+
+
+@dataclass
+class MemoryConfig:
+    """Who is on the GPU in which phase."""
+
+    swap: Literal["engine", "never"] = "engine"
+    """engine: vLLM sleeps (level 2) while the policy trains; never: both stay."""
+
+
+@dataclass
+class WeightSyncConfig:
+    """From the policy's weights to the engine's."""
+
+    bucket_mib: int = 512
+    """Weights gathered at once from ZeRO-3 shards, in MiB; a larger tensor is a bucket of its own."""
+
+
+@dataclass
+class CheckpointConfig:
+    """What is written."""
+
+    export_steps: int = 0
+    """Write a Hugging Face folder every so many steps; 0 only at the end."""
+    max_shard_gib: float = 4.0
+    """Largest safetensors file of an export in GiB."""
+
+
+@dataclass
+class EvaluateConfig:
+    """Greedy sampling on data.eval, scored by the same rewards."""
+
+    eval_steps: int = 0
+    """Evaluate every so many steps; 0 only before the first and after the last."""
+
+
+@dataclass
+class MetricsConfig:
+    """Where metrics go; metrics.jsonl is always written."""
+
+    tensorboard: bool = True
+    """Write TensorBoard events under output_dir/tensorboard."""
+    progress_bar: bool = True
+    """A progress bar beside the line of metrics a step."""
+
+
+@dataclass
+class Config:
+    """All sections; see each."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rewards: RewardsConfig = field(default_factory=RewardsConfig)
+    advantages: AdvantagesConfig = field(default_factory=AdvantagesConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    """Raw DeepSpeed options, merged into the config that policy builds."""
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Raw arguments of vllm.LLM."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence in tokens: prompt and completion."""
+        return self.data.max_prompt_length + self.rollout.max_completion_length
+
+
+# A raw option that one of our fields decides: option -> field. Nested DeepSpeed keys are dotted.
+DEEPSPEED_OWNED = {
+    "zero_optimization.stage": "policy.zero_stage",
+    "optimizer": "policy.optimizer",
+    "scheduler": "policy.lr_scheduler_type",
+    "gradient_clipping": "policy.max_grad_norm",
+    "bf16": "model.dtype",
+    "fp16": "model.dtype",
+    "train_batch_size": "batch.prompts_per_step",
+    "train_micro_batch_size_per_gpu": "batch.max_tokens_per_microbatch",
+    "gradient_accumulation_steps": "batch.max_tokens_per_microbatch",
+}
+VLLM_OWNED = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "enforce_eager": "rollout.enforce_eager",
+    "max_model_len": "data.max_prompt_length and rollout.max_completion_length",
+    "seed": "run.seed",
+    "load_format": "the program (weights come from the policy)",
+    "distributed_executor_backend": "the program (external_launcher)",
+    "enable_sleep_mode": "memory.swap",
+    "logprobs_mode": "the program (processed_logprobs)",
+    "generation_config": "the rollout section",
+}
+REFUSED_RAW = {
+    "vllm.enable_lora": "LoRA",
+    "vllm.data_parallel_size": "samplers on other GPUs",
+    "vllm.pipeline_parallel_size": "pipeline parallelism",
+    "vllm.enable_expert_parallel": "mixture-of-experts models",
+    "vllm.quantization": "quantised engines",
+    "vllm.weight_transfer_config": "vLLM's own weight transfer",
+    "deepspeed.sequence_parallel_size": "sequence parallelism",
+    "deepspeed.tensor_parallel": "tensor-parallel training",
+}
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+def parse(args: list[str] | None = None, prog: str = "spmd_rl.train") -> tuple[Config, bool]:
+    """Read the options of the command line; returns (config, dry_run).
+
+    Prints and exits for ``--help`` and ``--print_config``. Raises ConfigError for an unknown key, a
+    wrong type or a file that cannot be read.
+    """
+    parser = jsonargparse.ArgumentParser(prog=prog, exit_on_error=False, allow_abbrev=False,
+                                         description="GRPO post-training of a language model, one SPMD program.")
+    parser.add_argument("--config", action="config", help="YAML file; later options win over it")
+    parser.add_argument("--dry_run", type=bool, nargs="?", const=True, default=False,
+                        help="check everything that needs no weights, print the batch arithmetic, exit")
+    for section in fields(Config):
+        if is_dataclass(section.default_factory):
+            parser.add_class_arguments(section.default_factory, section.name)  # type: ignore[arg-type]
+        else:
+            parser.add_argument(f"--{section.name}", type=dict[str, Any], default={},
+                                help=f"raw options for {section.name}, as --{section.name}.KEY VALUE")
+    try:
+        namespace = parser.parse_args(args)
+    except (jsonargparse.ArgumentError, TypeError, ValueError, OSError) as error:
+        raise ConfigError(f"{error}\nSee --help for the options and --print_config for their values.") from None
+    sections = {}
+    for section in fields(Config):
+        value = namespace[section.name]
+        is_section = is_dataclass(section.default_factory)
+        sections[section.name] = section.default_factory(**vars(value)) if is_section else _typed(value)  # type: ignore
+    return Config(**sections), namespace.dry_run
+
+
+def _typed(raw: Any) -> Any:
+    """Raw options as YAML reads them: a dotted option of the command line arrives as text."""
+    if isinstance(raw, dict):
+        return {key: _typed(value) for key, value in raw.items()}
+    return yaml.safe_load(raw) if isinstance(raw, str) else raw
+
+
+def as_dict(config: Config) -> dict[str, Any]:
+    """Plain nested dictionaries, in the order of the sections."""
+    return {s.name: dict(vars(v)) if is_dataclass(v := getattr(config, s.name)) else v for s in fields(config)}
+
+
+def validate(config: Config, world_size: int) -> None:
+    """Refuse, before anything is loaded, what cannot run. Raises ConfigError.
+
+    world_size: number of ranks of the job.
+    """
+    _check_ranges(config)
+    _check_division(config, world_size)
+    _check_raw(config)
+    _check_files(config)
+    _check_allocator()
+
+
+def _require(good: bool, field_name: str, value: Any, fix: str) -> None:
+    if not good:
+        raise ConfigError(f"{field_name} is {value!r}: {fix}")
+
+
+def _check_ranges(c: Config) -> None:
+    r = c.rollout
+    _require(bool(c.model.path), "model.path", c.model.path, "set it to a Hugging Face model folder")
+    _require(bool(c.data.train), "data.train", c.data.train, "set it to a JSONL file with a `prompt` a line")
+    positive = {
+        "run.max_steps": c.run.max_steps, "mesh.timeout_s": c.mesh.timeout_s,
+        "data.max_prompt_length": c.data.max_prompt_length, "rollout.num_generations": r.num_generations,
+        "rollout.max_completion_length": r.max_completion_length,
+        "rollout.tensor_parallel_size": r.tensor_parallel_size, "batch.prompts_per_step": c.batch.prompts_per_step,
+        "batch.max_tokens_per_microbatch": c.batch.max_tokens_per_microbatch,
+        "policy.logprob_memory_gib": c.policy.logprob_memory_gib, "weight_sync.bucket_mib": c.weight_sync.bucket_mib,
+        "checkpoint.max_shard_gib": c.checkpoint.max_shard_gib, "rollout.cpu_kv_cache_gib": r.cpu_kv_cache_gib,
+        "rollout.repetition_penalty": r.repetition_penalty,
+    }
+    for name, value in positive.items():
+        _require(value > 0, name, value, "set it above 0")
+    not_negative = {
+        "run.seed": c.run.seed, "policy.learning_rate": c.policy.learning_rate, "loss.beta": c.loss.beta,
+        "policy.max_grad_norm": c.policy.max_grad_norm, "policy.warmup_steps": c.policy.warmup_steps,
+        "policy.weight_decay": c.policy.weight_decay, "checkpoint.export_steps": c.checkpoint.export_steps,
+        "evaluate.eval_steps": c.evaluate.eval_steps, "rollout.top_k": r.top_k, "rollout.min_tokens": r.min_tokens,
+    }
+    for name, value in not_negative.items():
+        _require(value >= 0, name, value, "set it to 0 or more")
+    _require(r.temperature > 0, "rollout.temperature", r.temperature,
+             "training needs a distribution to sample from: set it above 0 (evaluation is greedy by itself)")
+    _require(0 < r.top_p <= 1, "rollout.top_p", r.top_p, "set it above 0 and at most 1")
+    _require(0 <= r.min_p <= 1, "rollout.min_p", r.min_p, "set it between 0 and 1")
+    _require(0 < r.gpu_memory_utilization < 1, "rollout.gpu_memory_utilization", r.gpu_memory_utilization,
+             "set it between 0 and 1")
+    _require(r.min_tokens <= r.max_completion_length, "rollout.min_tokens", r.min_tokens,
+             f"set it to at most rollout.max_completion_length, {r.max_completion_length}")
+    _require(0 <= c.loss.epsilon < 1, "loss.epsilon", c.loss.epsilon, "set it to 0 or more and below 1")
+    _require(c.loss.epsilon_high is None or c.loss.epsilon_high >= 0, "loss.epsilon_high", c.loss.epsilon_high,
+             "set it to 0 or more")
+    _require(c.advantages.scale_rewards == "none" or r.num_generations > 1 or bool(c.advantages.function),
+             "rollout.num_generations", r.num_generations,
+             "a group of one has no standard deviation: set 2 or more, or advantages.scale_rewards: none")
+    _require(c.loss.loss_type in ("dapo", "grpo", "dr_grpo") or ":" in c.loss.loss_type, "loss.loss_type",
+             c.loss.loss_type, "set dapo, grpo, dr_grpo, or your own as module:function")
+    _require(bool(c.rewards.functions), "rewards.functions", c.rewards.functions, "name at least one")
+    weights = c.rewards.weights
+    _require(weights is None or len(weights) == len(c.rewards.functions), "rewards.weights", weights,
+             f"give one for each of the {len(c.rewards.functions)} rewards.functions")
+    _require("regex" not in c.rewards.functions or bool(c.rewards.regex_pattern), "rewards.regex_pattern",
+             c.rewards.regex_pattern, "set the pattern that the regex reward searches for")
+    _require(c.evaluate.eval_steps == 0 or bool(c.data.eval), "evaluate.eval_steps", c.evaluate.eval_steps,
+             "set data.eval to a held-out JSONL file, or eval_steps to 0")
+
+
+def _check_division(c: Config, world_size: int) -> None:
+    tp = c.rollout.tensor_parallel_size
+    _require(world_size % tp == 0, "rollout.tensor_parallel_size", tp,
+             f"it must divide the number of ranks, {world_size}: "
+             f"set one of {[d for d in range(1, world_size + 1) if world_size % d == 0]}")
+    engines, prompts = world_size // tp, c.batch.prompts_per_step
+    below = prompts - prompts % engines
+    _require(prompts % engines == 0, "batch.prompts_per_step", prompts,
+             f"it must divide over the {engines} engines ({world_size} ranks / {tp} a engine): "
+             f"set {' or '.join(str(n) for n in (below, below + engines) if n)}")
+
+
+def _check_raw(c: Config) -> None:
+    for section, owned in (("deepspeed", DEEPSPEED_OWNED), ("vllm", VLLM_OWNED)):
+        for path, value in _leaves(getattr(c, section)):
+            refused = REFUSED_RAW.get(f"{section}.{path.split('.')[0]}")
+            # A falsy value (no LoRA, size 0 or 1) asks for nothing.
+            if refused and value not in (None, False, 0, 1, "", {}):
+                raise ConfigError(f"{section}.{path} is {value!r}: {refused} is not supported; remove it")
+            owner = next((owned[p] for p in _prefixes(path) if p in owned), None)
+            if owner:
+                raise ConfigError(f"{section}.{path} is {value!r}: set by {owner}; set that and remove this")
+
+
+def _check_files(c: Config) -> None:
+    for name, path in (("data.train", c.data.train), ("data.eval", c.data.eval)):
+        if path is not None:
+            _require(os.path.isfile(path), name, path, "no such file; set it to a JSONL file")
+    if os.path.exists(c.run.output_dir):
+        _require(os.path.isdir(c.run.output_dir), "run.output_dir", c.run.output_dir, "it is a file; set a folder")
+
+
+def _check_allocator() -> None:
+    for name in ALLOCATOR_VARIABLES:
+        for option in os.environ.get(name, "").split(","):
+            key, _, value = option.partition(":")
+            if key.strip() == "expandable_segments" and value.strip().lower() == "true":
+                raise ConfigError(f"{name} is {os.environ[name]!r}: expandable_segments breaks memory handles and "
+                                  "vLLM's sleep mode; remove that option (the others may stay)")
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found = []
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        found += _leaves(value, f"{path}.") if isinstance(value, dict) and value else [(path, value)]
+    return found
+
+
+def _prefixes(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+
+
+def load_function(name: str, field: str) -> Callable[..., Any]:
+    """The user's own function from ``module:function`` or ``path/to/file.py:function``.
+
+    Raises ConfigError that names `field` where there is none; an error inside the module is shown as it is.
+    """
+    module_name, _, function_name = name.rpartition(":")
+    if module_name.endswith(".py"):
+        if not os.path.isfile(module_name):
+            raise ConfigError(f"{field} has {name!r}: no file {module_name}")
+        spec = importlib.util.spec_from_file_location(os.path.basename(module_name)[:-3], module_name)
+        assert spec and spec.loader, f"no loader for {module_name}"
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    else:
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())  # a console script does not look in the working directory by itself
+        if importlib.util.find_spec(module_name.split(".")[0]) is None:
+            raise ConfigError(f"{field} has {name!r}: no module {module_name} on the path or in {os.getcwd()}")
+        module = importlib.import_module(module_name)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ConfigError(f"{field} has {name!r}: {module_name} has no function {function_name!r}")
+    return function

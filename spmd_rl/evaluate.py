@@ -1,0 +1,28 @@
+"""The held-out loop: greedy completions of every held-out prompt, scored by the run's rewards."""
+
+from collections.abc import Sequence
+
+from spmd_rl.batch import Prompt
+from spmd_rl.metrics import completion_metrics
+from spmd_rl.rollout import STEP_EVALUATION, Sampling
+from spmd_rl.step import Parts
+
+
+def evaluate(parts: Parts, prompts: Sequence[Prompt]) -> dict[str, float]:
+    """Metrics of `prompts` under eval/, the same on every rank and for any number of ranks. Collective.
+
+    The engines share the prompts, the ranks of an engine the scoring. The engine must be ready; nothing of
+    the training state changes.
+    """
+    mine = parts.mesh.engine_share(range(len(prompts)))
+    first = mine[0] if mine else 0
+    with parts.metrics.timed("evaluate"):
+        sampling = Sampling(1, parts.config.rollout.max_completion_length, greedy=True)
+        sampled = parts.rollout.generate([prompts[i] for i in mine], first, STEP_EVALUATION, sampling)
+        scored = parts.mesh.rank_share_of_engine(sampled)
+        parts.rewards.score([prompts[c.group] for c in scored], scored)
+        completions = parts.mesh.gather_lists(scored)
+    found = completion_metrics(completions, parts.rewards.names)
+    kept = ["reward", "completions/mean_length", "completions/clipped_ratio"]
+    kept += [name for name in found if name.startswith("rewards/")]
+    return {f"eval/{name}": found[name] for name in kept}

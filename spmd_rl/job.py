@@ -1,0 +1,124 @@
+"""Builds a run's parts from its config, in the order that start-up needs, and shuts them down."""
+
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from spmd_rl import config as config_module
+from spmd_rl.batch import Prompt
+from spmd_rl.config import Config, ConfigError, load_function
+from spmd_rl.memory import Memory
+from spmd_rl.mesh import Mesh
+from spmd_rl.metrics import Metrics, make_sinks
+from spmd_rl.model import load_hf_config
+from spmd_rl.policy import Policy, Reference
+from spmd_rl.prompts import PromptSampler, load_prompts, load_tokenizer
+from spmd_rl.rewards import Rewards
+from spmd_rl.rollout import Rollout
+from spmd_rl.step import Parts, sync
+from spmd_rl.weight_sync import WeightSync
+
+
+@dataclass
+class Inputs:
+    """What a run needs besides weights: loaded and checked before any engine starts."""
+
+    hf_config: Any
+    tokenizer: Any
+    train_prompts: list[Prompt]
+    eval_prompts: list[Prompt]
+    rewards: Rewards
+    user_advantages: Any
+    user_loss: Any
+    dropped_rows: dict[str, list[int]]
+    """File -> rows left out for their length."""
+
+
+def load_inputs(config: Config, world_size: int) -> Inputs:
+    """Check everything that needs no weights. Raises ConfigError."""
+    config_module.validate(config, world_size)
+    hf_config = load_hf_config(config.model)
+    longest = getattr(hf_config, "max_position_embeddings", None)
+    if longest is not None and config.max_model_len > longest:
+        raise ConfigError(f"data.max_prompt_length + rollout.max_completion_length is {config.max_model_len}: "
+                          f"the model takes {longest} tokens; lower one of them")
+    rewards = Rewards(config.rewards)
+    tokenizer = load_tokenizer(config.model)
+    prompts, dropped = {}, {}
+    for path in (config.data.train, config.data.eval):
+        prompts[path], dropped[path] = load_prompts(path, tokenizer, config.data) if path else ([], [])
+        rewards.check_columns(prompts[path], str(path))
+    loss, advantages = config.loss.loss_type, config.advantages.function
+    return Inputs(hf_config, tokenizer, prompts[config.data.train], prompts[config.data.eval], rewards,
+                  load_function(advantages, "advantages.function") if advantages else None,
+                  load_function(loss, "loss.loss_type") if ":" in loss else None,
+                  {path: rows for path, rows in dropped.items() if path and rows})
+
+
+def arithmetic(config: Config, inputs: Inputs, world_size: int) -> str:
+    """The batch in numbers, for --dry_run and the start of a run."""
+    r, prompts = config.rollout, config.batch.prompts_per_step
+    engines = world_size // r.tensor_parallel_size
+    completions = prompts * r.num_generations
+    lines = [
+        f"{world_size} ranks: {engines} engines of {r.tensor_parallel_size}, ZeRO {config.policy.zero_stage}, "
+        f"{config.model.dtype}",
+        f"a step: {prompts} prompts x {r.num_generations} = {completions} completions; {prompts // engines} prompts an "
+        f"engine, {completions / world_size:g} sequences a rank, 1 optimizer step",
+        f"a sequence: at most {config.data.max_prompt_length} + {r.max_completion_length} = {config.max_model_len} "
+        f"tokens; rows of {config.batch.max_tokens_per_microbatch} tokens",
+        f"the run: {config.run.max_steps} steps = {config.run.max_steps} optimizer steps, "
+        f"{config.run.max_steps * prompts / len(inputs.train_prompts):.3g} epochs of "
+        f"{len(inputs.train_prompts)} prompts; {len(inputs.eval_prompts)} held out",
+    ]
+    for path, rows in inputs.dropped_rows.items():
+        lines.append(f"{path}: {len(rows)} rows dropped, longer than data.max_prompt_length "
+                     f"{config.data.max_prompt_length}: rows {', '.join(map(str, rows[:10]))}{' …' * (len(rows) > 10)}")
+    return "\n".join(lines)
+
+
+class Job:
+    """A run's parts, alive."""
+
+    def __init__(self, config: Config, mesh: Mesh, inputs: Inputs) -> None:
+        """Start the engines; collective. The engine comes first and sleeps, then the policy (and the reference)
+        take their memory, then the first sync fills the engine."""
+        self.config, self.mesh, self.inputs = config, mesh, inputs
+        sinks = mesh.on_main(lambda: make_sinks(config.metrics, self._open_folder(), config.run.max_steps))
+        metrics = Metrics(mesh, sinks)
+        with metrics.timed("engine start"):
+            rollout = Rollout(config, mesh, inputs.tokenizer)
+        with metrics.timed("policy start"):
+            policy = Policy(config, mesh, inputs.hf_config)
+            # Its own copy of the config: each engine sets fields of it.
+            reference = Reference(config, mesh, load_hf_config(config.model)) if config.loss.beta > 0 else None
+        self.parts = Parts(
+            config=config, mesh=mesh, metrics=metrics, tokenizer=inputs.tokenizer,
+            sampler=PromptSampler(inputs.train_prompts, config.batch.prompts_per_step, config.run.seed,
+                                  config.data.shuffle),
+            rewards=inputs.rewards, rollout=rollout, policy=policy, reference=reference,
+            weight_sync=WeightSync(config.weight_sync, mesh, policy, rollout),
+            memory=Memory(mesh, rollout, metrics), user_advantages=inputs.user_advantages, user_loss=inputs.user_loss)
+        sync(self.parts)
+
+    def _open_folder(self) -> str:
+        """The run's folder, readable by its owner alone, with the resolved config."""
+        folder = self.config.run.output_dir
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        with open(os.path.join(folder, "config.yaml"), "w", encoding="utf-8") as file:
+            yaml.safe_dump(config_module.as_dict(self.config), file, sort_keys=False)
+        return folder
+
+    def close(self) -> None:
+        """Shut down in the reverse order; the process group last."""
+        parts = self.parts
+        parts.metrics.close()
+        parts.policy.close()
+        if parts.reference:
+            parts.reference.close()
+        parts.rollout.close()
+        sys.stdout.flush()
+        self.mesh.close()

@@ -1,0 +1,200 @@
+"""Metrics of a step: collected on every rank, reduced once, written by one."""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from spmd_rl.advantages import group_spread
+from spmd_rl.batch import Completion
+from spmd_rl.config import MetricsConfig
+from spmd_rl.mesh import Mesh
+
+
+class Sink(Protocol):
+    """Where a step's metrics go."""
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """One step's, or one evaluation's."""
+
+    def close(self) -> None:
+        """No more follows."""
+
+
+class Metrics:
+    """Collects values between two calls of `reduce`."""
+
+    def __init__(self, mesh: Mesh, sinks: Sequence[Sink]) -> None:
+        self._mesh, self._sinks = mesh, sinks
+        self._sums: dict[str, list[Any]] = {}
+        self._totals: dict[str, Any] = {}
+        self._maxima: dict[str, float] = {}
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Seconds of a phase, as timing/<phase>; several blocks of a phase add up."""
+        outer, self._mesh.phase = self._mesh.phase, phase
+        start = time.perf_counter()
+        yield
+        if self._mesh.device.type == "cuda":
+            torch.cuda.synchronize()  # a phase's kernels belong to its time; phases end on the host anyway
+        self._seconds[f"timing/{phase}"] += time.perf_counter() - start
+        self._mesh.phase = outer  # not after an error: its message names the phase it happened in
+
+    def mean(self, name: str, total: Tensor | float, count: int) -> None:
+        """Add to a mean over items of all ranks and micro-batches; a tensor stays on its device until `reduce`."""
+        entry = self._sums.setdefault(name, [0.0, 0])
+        entry[0] = entry[0] + total
+        entry[1] += count
+
+    def maximum(self, name: str, value: float) -> None:
+        """Keep the largest of all ranks."""
+        self._maxima[name] = max(value, self._maxima.get(name, value))
+
+    def total(self, name: str, value: Tensor | float) -> None:
+        """Add to a sum over all ranks and micro-batches."""
+        self._totals[name] = self._totals.get(name, 0.0) + value
+
+    def reduce(self) -> dict[str, float]:
+        """All ranks' values as one number each, and start anew. Collective; ranks need not have the same names."""
+        numbers = _to_host([*(total for total, _ in self._sums.values()), *self._totals.values()])
+        sums = {name: (numbers.pop(0), count) for name, (_, count) in self._sums.items()}
+        totals = {name: numbers.pop(0) for name in self._totals}
+        maxima = self._maxima | self._seconds
+        self._sums, self._totals, self._maxima, self._seconds = {}, {}, {}, defaultdict(float)
+        return combine(self._mesh.all_gather((sums, totals, maxima)))
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """To every sink (there are some on one rank only)."""
+        for sink in self._sinks:
+            sink.write(step, metrics)
+
+    def close(self) -> None:
+        """Close every sink."""
+        for sink in self._sinks:
+            sink.close()
+
+
+def _to_host(values: Sequence[Tensor | float]) -> list[float]:
+    """As floats, with one copy from the device for all tensors."""
+    tensors = [v.detach().double() for v in values if isinstance(v, Tensor)]
+    copied = iter(torch.stack(tensors).tolist() if tensors else [])
+    return [next(copied) if isinstance(v, Tensor) else float(v) for v in values]
+
+
+Reported = tuple[dict[str, tuple[float, int]], dict[str, float], dict[str, float]]
+
+
+def combine(ranks: Sequence[Reported]) -> dict[str, float]:
+    """One number a name from each rank's (sums with counts, totals, maxima).
+
+    A mean is the sum of sums over the sum of counts, never a mean of means; one over nothing is left out.
+    """
+    sums: dict[str, tuple[float, int]] = {}
+    totals: dict[str, float] = {}
+    largest: dict[str, float] = {}
+    for their_sums, their_totals, their_maxima in ranks:
+        for name, (total, count) in their_sums.items():
+            before = sums.get(name, (0.0, 0))
+            sums[name] = (before[0] + total, before[1] + count)
+        for name, value in their_totals.items():
+            totals[name] = totals.get(name, 0.0) + value
+        for name, value in their_maxima.items():
+            largest[name] = max(value, largest.get(name, value))
+    return {name: total / count for name, (total, count) in sums.items() if count} | totals | largest
+
+
+def completion_metrics(completions: Sequence[Completion], reward_names: Sequence[str]) -> dict[str, float]:
+    """TRL's names, over the whole step's completions (at least one)."""
+    lengths = [len(c.token_ids) for c in completions]
+    deviations, num_flat = group_spread([c.reward for c in completions], [c.group for c in completions])
+    metrics = {
+        "reward": _mean([c.reward for c in completions]),
+        "reward_std": _mean(deviations),
+        "frac_reward_zero_std": num_flat / len(deviations),
+        "completions/mean_length": _mean(lengths),
+        "completions/min_length": min(lengths),
+        "completions/max_length": max(lengths),
+        "completions/clipped_ratio": _mean([c.finish_reason == "length" for c in completions]),
+        "num_tokens": sum(c.num_tokens for c in completions),
+        "num_completion_tokens": sum(lengths),
+    }
+    for i, name in enumerate(reward_names):
+        scored = [r for c in completions if (r := c.rewards[i]) is not None]
+        metrics[f"rewards/{name}/unscored"] = len(completions) - len(scored)
+        if scored:
+            metrics[f"rewards/{name}/mean"] = _mean(scored)
+    return metrics
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+class JsonLines:
+    """metrics.jsonl: one object a line, with `step`; a line is whole on disk or absent."""
+
+    def __init__(self, path: str) -> None:
+        self._file = open(path, "w", encoding="utf-8")
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Scalars as TensorBoard events."""
+
+    def __init__(self, folder: str) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(folder)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Console:
+    """A progress bar, and a line a step with what tells a healthy run from a sick one."""
+
+    SHOWN = {"reward": "reward", "eval/reward": "held-out", "completions/mean_length": "length", "entropy": "entropy",
+             "kl": "kl", "grad_norm": "grad", "sampling/sampling_logp_difference/mean": "sampler gap",
+             "timing/rollout": "rollout s", "timing/learn": "learn s", "timing/sync": "sync s", "timing/step": "step s"}
+
+    def __init__(self, max_steps: int, progress_bar: bool) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=max_steps, disable=not progress_bar, file=sys.stderr, unit="step", dynamic_ncols=True)
+        self._max_steps = max_steps
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        shown = "  ".join(f"{label} {metrics[name]:.4g}" for name, label in self.SHOWN.items() if name in metrics)
+        self._bar.write(f"step {step}/{self._max_steps}  {shown}", file=sys.stdout)
+        sys.stdout.flush()
+        self._bar.update(step - self._bar.n)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def make_sinks(config: MetricsConfig, output_dir: str, max_steps: int) -> list[Sink]:
+    """The sinks of a run, in its folder."""
+    sinks: list[Sink] = [JsonLines(os.path.join(output_dir, "metrics.jsonl")), Console(max_steps, config.progress_bar)]
+    if config.tensorboard:
+        sinks.append(TensorBoard(os.path.join(output_dir, "tensorboard")))
+    return sinks

@@ -1,0 +1,150 @@
+"""The language model as the policy and the reference use it: which are supported, how weights are read,
+and a wrapper that returns log-probs of packed rows in place of logits."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from spmd_rl import attention
+from spmd_rl.config import ConfigError, ModelConfig
+from spmd_rl.logprobs import LogprobHead
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+# A field of a Transformers config that asks for what is not here -> what it is.
+UNSUPPORTED = {
+    "num_experts": "mixture-of-experts models",
+    "num_local_experts": "mixture-of-experts models",
+    "n_routed_experts": "mixture-of-experts models",
+    "vision_config": "vision models",
+    "audio_config": "audio models",
+    "is_encoder_decoder": "encoder-decoder models",
+    "attn_logit_softcapping": "attention soft-capping",
+    "final_logit_softcapping": "soft-capping of the logits",
+    "logit_scale": "scaled logits",
+    "logits_scaling": "scaled logits",
+    "quantization_config": "quantised weights",
+}
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def load_hf_config(config: ModelConfig) -> Any:
+    """The folder's Transformers config. Raises ConfigError where there is none, or the model is not supported."""
+    try:
+        hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path is {config.path!r}: no model config can be loaded from it ({error})") from None
+    for name, what in UNSUPPORTED.items():
+        value = getattr(hf_config, name, None)
+        if value not in (None, False, 0, 1.0):
+            raise ConfigError(f"model.path is {config.path!r}: {what} are not supported ({name} is {str(value):.40})")
+    other = set(getattr(hf_config, "layer_types", None) or ATTENTION_LAYERS) - ATTENTION_LAYERS
+    if other:
+        raise ConfigError(f"model.path is {config.path!r}: layers of type {', '.join(sorted(other))} are not supported")
+    return hf_config
+
+
+class LogprobModel(nn.Module):
+    """A causal language model whose forward gives log-probs of the targets of one packed row."""
+
+    lm: Any
+
+    def __init__(self, lm: Any, logprob_memory_gib: float) -> None:
+        """lm: a Transformers causal model; its output projection is replaced by a LogprobHead on the same weight."""
+        super().__init__()
+        self.lm = lm
+        lm.config.use_cache = False
+        output = lm.get_output_embeddings()
+        if getattr(output, "bias", None) is not None:
+            raise ConfigError(f"{type(lm).__name__} has a bias in its output projection: it is not supported")
+        lm.set_output_embeddings(LogprobHead(output.weight, logprob_memory_gib))
+
+    def forward(self, input_ids_S: Tensor, positions_S: Tensor, segment_ids_S: Tensor, target_index_N: Tensor,
+                target_ids_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """(logprobs_N with gradient, entropy_N without), fp32."""
+        hidden_1SH = self.lm.base_model(
+            input_ids=input_ids_S[None], position_ids=positions_S[None], use_cache=False,
+            packed=attention.PackedSegments(segment_ids_S)).last_hidden_state
+        return self.lm.get_output_embeddings()(hidden_1SH[0, target_index_N], target_ids_N, temperature)
+
+
+def build(config: ModelConfig, hf_config: Any, logprob_memory_gib: float) -> LogprobModel:
+    """The whole model with its weights, on the host. Raises ConfigError where the folder lacks one."""
+    ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.packed_attention)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        config.path, config=hf_config, dtype=DTYPES[config.dtype], attn_implementation=attention.NAME,
+        trust_remote_code=config.trust_remote_code, output_loading_info=True)
+    lm, info = loaded
+    _refuse_other_names(config, info["missing_keys"], info["unexpected_keys"])
+    return LogprobModel(lm, logprob_memory_gib)
+
+
+def build_sharded(config: ModelConfig, hf_config: Any, logprob_memory_gib: float,
+                  shard_init: contextlib.AbstractContextManager) -> LogprobModel:
+    """The model whose parameters are split over the ranks from the first, never whole on a host.
+
+    shard_init: DeepSpeed's zero.Init. Each rank then reads its own slice of each tensor from the mapped
+    safetensors files and nothing else. Raises ConfigError where the folder lacks a weight.
+    """
+    ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.packed_attention)
+    with shard_init, no_init_weights():
+        lm = AutoModelForCausalLM.from_config(
+            hf_config, dtype=DTYPES[config.dtype], attn_implementation=attention.NAME,
+            trust_remote_code=config.trust_remote_code)
+    files = weight_files(config.path)
+    named = dict(lm.named_parameters())
+    _refuse_other_names(config, sorted(named.keys() - files.keys()), sorted(files.keys() - named.keys()),
+                        tied=hf_config.tie_word_embeddings)
+    for name, whole in read_weights(files, list(named)):
+        parameter = named[name]
+        if tuple(whole.shape) != tuple(parameter.ds_shape):
+            raise ConfigError(f"model.path is {config.path!r}: {name} has shape {tuple(whole.shape)} in the file and "
+                              f"{tuple(parameter.ds_shape)} in the model")
+        shard = parameter.ds_tensor.data
+        start = torch.distributed.get_rank() * shard.numel()
+        mine = whole.view(-1)[start:start + shard.numel()]  # the last rank's shard ends in padding
+        shard.view(-1)[:mine.numel()].copy_(mine)
+    return LogprobModel(lm, logprob_memory_gib)
+
+
+def weight_files(path: str) -> dict[str, str]:
+    """Tensor name -> safetensors file. Raises ConfigError where the folder has none."""
+    folder = path
+    if not os.path.isdir(folder):
+        from huggingface_hub import snapshot_download
+
+        folder = snapshot_download(path, allow_patterns=["*.safetensors", "*.json"])
+    index = os.path.join(folder, "model.safetensors.index.json")
+    single = os.path.join(folder, "model.safetensors")
+    if os.path.exists(index):
+        with open(index) as file:
+            return {name: os.path.join(folder, part) for name, part in json.load(file)["weight_map"].items()}
+    if os.path.exists(single):
+        with safe_open(single, "pt") as tensors:
+            return {name: single for name in tensors.keys()}
+    raise ConfigError(f"model.path is {path!r}: no model.safetensors in it; save the weights as safetensors")
+
+
+def read_weights(files: dict[str, str], names: list[str]) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) in the order of `names`; a tensor is mapped from its file, and only what is touched is read."""
+    with contextlib.ExitStack() as stack:
+        opened = {path: stack.enter_context(safe_open(path, "pt")) for path in sorted({files[n] for n in names})}
+        for name in names:
+            yield name, opened[files[name]].get_tensor(name)
+
+
+def _refuse_other_names(config: ModelConfig, missing: Any, unexpected: Any, tied: bool = False) -> None:
+    harmless = ("rotary_emb.inv_freq", "lm_head.weight") if tied else ("rotary_emb.inv_freq",)
+    unexpected = [name for name in unexpected if not name.endswith(harmless)]
+    if missing or unexpected:
+        raise ConfigError(f"model.path is {config.path!r}: the files do not hold this model's weights; "
+                          f"missing {sorted(missing)[:8]}, unexpected {sorted(unexpected)[:8]}")

@@ -1,0 +1,203 @@
+"""The DeepSpeed engines: the policy that is trained, and the frozen reference.
+
+Both take packed micro-batches and give log-probs. DeepSpeed averages gradients over the ranks; the loss
+is a part of one sum over all ranks, so it is multiplied by their number, and DeepSpeed's own division by
+accumulation steps is off.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import get_scheduler
+
+from spmd_rl import model
+from spmd_rl.batch import MicroBatch
+from spmd_rl.config import Config
+from spmd_rl.mesh import Mesh
+
+ROW_BLOCKS = 8  # lengths that a packed row may have on CUDA: each is compiled once
+
+
+@dataclass
+class StepResult:
+    """What an optimizer step reports."""
+
+    learning_rate: float
+    grad_norm: float
+    """Global norm before clipping."""
+
+
+class Engine:
+    """A DeepSpeed engine over a LogprobModel."""
+
+    engine: Any
+
+    def __init__(self, config: Config, mesh: Mesh, hf_config: Any, ds_config: dict[str, Any]) -> None:
+        os.environ.setdefault("DS_ACCELERATOR", mesh.device.type)  # read when deepspeed is imported
+        import deepspeed
+
+        self._deepspeed, self._config, self._mesh = deepspeed, config, mesh
+        self.zero_stage = ds_config["zero_optimization"]["stage"]
+        self._temperature = config.rollout.temperature
+        if self.zero_stage == 3:
+            shard_init = deepspeed.zero.Init(config_dict_or_path=ds_config, dtype=model.DTYPES[config.model.dtype])
+            self.model = model.build_sharded(config.model, hf_config, config.policy.logprob_memory_gib, shard_init)
+        else:
+            self.model = model.build(config.model, hf_config, config.policy.logprob_memory_gib)
+        self.hf_config: Any = self.model.lm.config
+
+    @property
+    def row_block(self) -> int:
+        """Packed rows are filled up to a multiple of this many tokens."""
+        if self._mesh.device.type == "cpu":
+            return 1
+        return max(128, self._config.batch.max_tokens_per_microbatch // ROW_BLOCKS // 128 * 128)
+
+    def _forward(self, mb: MicroBatch) -> tuple[Tensor, Tensor]:
+        return self.engine(mb.input_ids_S, mb.positions_S, mb.segment_ids_S, mb.target_index_N, mb.target_ids_N,
+                           self._temperature)
+
+    @torch.no_grad()
+    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """logprobs_N of each row, without gradient. Collective at stage 3."""
+        self.engine.eval()
+        return [self._forward(mb)[0] for mb in micro_batches]
+
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """(Hugging Face name, parameter) in the model's order, a tied one once."""
+        return list(self.model.lm.named_parameters())
+
+    def full_weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor) in order, streamed; at stage 3 gathered by bucket. Collective there.
+
+        A tensor is good until the next is asked for, or as long as the caller holds it.
+        """
+        for bucket in _buckets(self.named_parameters(), bucket_bytes):
+            with self._gathered([p for _, p in bucket]):
+                for name, parameter in bucket:
+                    yield name, parameter.detach()
+
+    def _gathered(self, parameters: list[torch.nn.Parameter]) -> Any:
+        return self._deepspeed.zero.GatheredParameters(parameters, enabled=self.zero_stage == 3)
+
+    def close(self) -> None:
+        """Drop DeepSpeed's hooks and buffers; process groups end with the default one."""
+        self.engine.destroy()
+
+
+class Policy(Engine):
+    """The trained model with its optimizer and schedule."""
+
+    def __init__(self, config: Config, mesh: Mesh, hf_config: Any) -> None:
+        """Build the engine; collective."""
+        ds_config = deepspeed_config(config, config.policy.zero_stage, mesh.world_size)
+        super().__init__(config, mesh, hf_config, ds_config)
+        if config.policy.gradient_checkpointing:
+            self.model.lm.gradient_checkpointing_enable({"use_reentrant": False})
+        optimizer = _make_optimizer(self.model, config, mesh.device)
+        p = config.policy
+        scheduler = get_scheduler(p.lr_scheduler_type, optimizer, p.warmup_steps, config.run.max_steps)
+        self.engine, *_ = self._deepspeed.initialize(model=self.model, optimizer=optimizer, config=ds_config,
+                                                     lr_scheduler=scheduler)
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch],
+                         loss: Callable[[MicroBatch, Tensor, Tensor], Tensor]) -> None:
+        """Add up the gradients of a whole optimizer step; every rank has the same number of rows.
+
+        loss: from (row, logprobs_N, entropy_N) to the row's part of the loss over all ranks.
+        """
+        self.engine.train()
+        for number, mb in enumerate(micro_batches, 1):
+            # Without it ZeRO 1 and 2 keep the last row's gradient only.
+            self.engine.set_gradient_accumulation_boundary(number == len(micro_batches))
+            logprobs_N, entropy_N = self._forward(mb)
+            part = loss(mb, logprobs_N, entropy_N)
+            self.engine.backward(part * self._mesh.world_size, scale_wrt_gas=False)
+
+    def step(self) -> StepResult:
+        """Clip and apply the gradient. Raises FloatingPointError where it is not finite (on all ranks alike)."""
+        learning_rate = self.engine.get_lr()[0]
+        norm = self._unsharded_grad_norm() if self.zero_stage == 0 else None
+        self.engine.step()
+        norm = float(self.engine.get_global_grad_norm()) if norm is None else norm
+        if not torch.isfinite(torch.tensor(norm)):
+            raise FloatingPointError(f"the gradient's norm is {norm}: DeepSpeed drops such a step silently")
+        return StepResult(learning_rate, norm)
+
+    def _unsharded_grad_norm(self) -> float:
+        """DeepSpeed reports none at stage 0; every rank holds the whole, reduced gradient."""
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
+
+
+class Reference(Engine):
+    """The model as it was at the start: forward only, no optimizer."""
+
+    def __init__(self, config: Config, mesh: Mesh, hf_config: Any) -> None:
+        """Sharded where the policy's weights are, whole on each rank elsewhere (DeepSpeed takes no other stage)."""
+        stage = 3 if config.policy.zero_stage == 3 else 0
+        ds_config = deepspeed_config(config, stage, mesh.world_size)
+        super().__init__(config, mesh, hf_config, ds_config)
+        self.model.requires_grad_(False)
+        self.engine, *_ = self._deepspeed.initialize(model=self.model, config=ds_config)
+
+
+def deepspeed_config(config: Config, stage: int, world_size: int) -> dict[str, Any]:
+    """DeepSpeed's config from ours, with the raw `deepspeed` section merged in."""
+    ours: dict[str, Any] = {
+        "train_batch_size": world_size,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,  # rows differ from step to step: Policy says where a step ends
+        "gradient_clipping": config.policy.max_grad_norm,  # 1.0 where the key is missing
+        "bf16": {"enabled": config.model.dtype == "bfloat16"},
+        "zero_optimization": {
+            "stage": stage,
+            "memory_efficient_linear": False,  # it patches torch.nn.functional.linear in the whole process, vLLM's too
+        },
+        "zero_allow_untested_optimizer": True,  # torch's optimizers
+        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own compiles for a minute
+        "steps_per_print": 10**9,
+    }
+    return _merge(ours, config.deepspeed)
+
+
+def _merge(ours: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(ours)
+    for key, value in raw.items():
+        merged[key] = _merge(ours[key], value) if isinstance(value, dict) and isinstance(ours.get(key), dict) else value
+    return merged
+
+
+def _make_optimizer(net: torch.nn.Module, config: Config, device: torch.device) -> torch.optim.Optimizer:
+    p = config.policy
+    named = [(name, param) for name, param in net.named_parameters() if param.requires_grad]
+    if p.optimizer == "sgd":
+        return torch.optim.SGD([param for _, param in named], lr=p.learning_rate)
+    groups = [{"params": [param for _, param in named], "weight_decay": p.weight_decay}]
+    if p.weight_decay > 0:
+        # Norm weights and biases do not decay; a sharded parameter has its true shape in ds_shape.
+        is_vector = {name: len(getattr(param, "ds_shape", param.shape)) < 2 for name, param in named}
+        groups = [{"params": [q for n, q in named if not is_vector[n]], "weight_decay": p.weight_decay},
+                  {"params": [q for n, q in named if is_vector[n]], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=p.learning_rate, betas=(p.adam_beta1, p.adam_beta2), eps=p.adam_epsilon,
+                             fused=True)
+
+
+def _buckets(named: Sequence[tuple[str, torch.nn.Parameter]], bucket_bytes: int,
+             ) -> Iterator[list[tuple[str, torch.nn.Parameter]]]:
+    """Neighbouring parameters of at most `bucket_bytes` together; a larger one alone."""
+    bucket: list[tuple[str, torch.nn.Parameter]] = []
+    size = 0
+    for name, parameter in named:
+        bytes_ = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
+        if bucket and size + bytes_ > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, parameter))
+        size += bytes_
+    if bucket:
+        yield bucket

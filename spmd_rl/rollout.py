@@ -1,0 +1,193 @@
+"""The vLLM engine in this rank's process: generate, sleep, wake, take weights.
+
+An engine is `tensor_parallel_size` neighbouring ranks under vLLM's external launcher: each rank calls
+the same methods with the same arguments, and there is no server and no worker process. The engine starts
+with dummy weights and never reads the model's: they come from the policy.
+"""
+
+import contextlib
+import enum
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from spmd_rl.batch import Completion, Prompt
+from spmd_rl.config import Config, ConfigError, RolloutConfig
+from spmd_rl.mesh import Mesh, preserved_process_state
+
+STEP_EVALUATION = -1  # the "step" of evaluation in request seeds
+
+
+class EngineState(enum.Enum):
+    """What of the engine is on the device, in the only order that is safe to wake in."""
+
+    ASLEEP = "asleep"
+    WEIGHTS_AWAKE = "weights awake, not loaded"
+    WEIGHTS_LOADED = "weights loaded, no KV cache"
+    READY = "ready"
+    HALF_LOADED = "half-loaded by a weight sync that failed"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one call of `generate` samples."""
+
+    num_generations: int
+    max_tokens: int
+    greedy: bool = False
+
+
+class Rollout:
+    """One rank's part of a rollout engine."""
+
+    def __init__(self, config: Config, mesh: Mesh, tokenizer: Any) -> None:
+        """Build the engine; collective over all ranks, after the default process group. It ends up asleep.
+
+        Raises ConfigError where vLLM is not installed or does not know the model.
+        """
+        self._config, self._mesh, self._tokenizer = config, mesh, tokenizer
+        self._can_sleep = config.memory.swap == "engine"
+        prepare_environment(config, mesh)
+        try:
+            import vllm
+        except ImportError as error:
+            extra = "gpu" if mesh.device.type == "cuda" else "cpu"
+            raise ConfigError(f"the sampler is not installed: pip install 'spmd-rl[{extra}]' ({error})") from None
+        self._vllm: Any = vllm
+        self.version: int | None = None
+        with preserved_process_state():
+            self._llm: Any = vllm.LLM(**engine_arguments(config, mesh))
+        self.state = EngineState.WEIGHTS_AWAKE if not self._can_sleep else EngineState.READY
+        if self._can_sleep:
+            self.sleep()
+
+    # Sampling. --------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Sequence[Prompt], first_group: int, step: int, sampling: Sampling) -> list[Completion]:
+        """Completions of this engine's prompts, `num_generations` each, in order; no prompts is no work.
+
+        first_group: index in the step of prompts[0]; a completion's group counts from it. Raises
+        RuntimeError unless the engine is awake with whole weights.
+        """
+        if self.state is not EngineState.READY or self.version is None:
+            raise RuntimeError(f"cannot generate: the engine is {self.state.value}, weights version {self.version}")
+        places = [(first_group + p, prompt, s) for p, prompt in enumerate(prompts)
+                  for s in range(sampling.num_generations)]
+        if not places:
+            return []
+        parameters = [self._parameters(sampling, request_seed(self._config.run.seed, step, group, sample))
+                      for group, _, sample in places]
+        with preserved_process_state():
+            outputs = self._llm.generate([{"prompt_token_ids": prompt.token_ids} for _, prompt, _ in places],
+                                         parameters, use_tqdm=False)
+        assert len(outputs) == len(places), f"{len(outputs)} outputs for {len(places)} requests"
+        completions = [self._completion(output, group, sample)
+                       for output, (group, _, sample) in zip(outputs, places, strict=True)]
+        if not self._config.rollout.stop:
+            texts = self._tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+            for completion, text in zip(completions, texts, strict=True):
+                completion.text = text
+        return completions
+
+    def _parameters(self, sampling: Sampling, seed: int) -> Any:
+        r = self._config.rollout
+        shaped: dict[str, Any] = dict(temperature=0.0) if sampling.greedy else dict(
+            temperature=r.temperature, top_p=r.top_p, top_k=r.top_k or -1, min_p=r.min_p,
+            repetition_penalty=r.repetition_penalty, presence_penalty=r.presence_penalty,
+            frequency_penalty=r.frequency_penalty, seed=seed)
+        return self._vllm.SamplingParams(
+            **shaped, max_tokens=sampling.max_tokens, min_tokens=r.min_tokens, ignore_eos=r.ignore_eos,
+            stop=r.stop or None, stop_token_ids=r.stop_token_ids or None, logprobs=0, flat_logprobs=True,
+            # Only stop texts need text while sampling; otherwise all are decoded at once afterwards.
+            detokenize=bool(r.stop))
+
+    def _completion(self, output: Any, group: int, sample: int) -> Completion:
+        best = output.outputs[0]
+        logprobs = best.logprobs
+        sampled = [logprobs.logprobs[i] for i in logprobs.start_indices]  # the sampled token comes first
+        assert self.version is not None
+        return Completion(group, sample, list(output.prompt_token_ids), list(best.token_ids), sampled,
+                          best.finish_reason, self.version, best.text)
+
+    # Memory. ----------------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Level 2: weights and KV cache leave the device and are gone. Asleep already is no work."""
+        if self._can_sleep and self.state is not EngineState.ASLEEP:
+            self._llm.sleep(level=2)
+            self.state, self.version = EngineState.ASLEEP, None
+
+    def wake_weights(self) -> None:
+        """Make room for the weights, which hold nothing until they are loaded."""
+        if self._can_sleep and self.state is EngineState.ASLEEP:
+            self._llm.wake_up(tags=["weights"])
+            self.state = EngineState.WEIGHTS_AWAKE
+
+    def wake_kv_cache(self) -> None:
+        """Make room for the KV cache; only after the weights (vLLM 0.26 writes to unmapped memory otherwise)."""
+        if self.state is EngineState.READY:
+            return
+        if self.state is not EngineState.WEIGHTS_LOADED:
+            raise RuntimeError(f"cannot wake the KV cache: the engine is {self.state.value}; load weights first")
+        if self._can_sleep:
+            self._llm.wake_up(tags=["kv_cache"])
+        self._llm.reset_prefix_cache()  # its blocks were computed by older weights
+        self.state = EngineState.READY
+
+    # Weights. ---------------------------------------------------------------------------------------------------
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take whole weights by Hugging Face name, streamed; the engine is of `version` once all are in.
+
+        Raises RuntimeError for an engine whose weights are asleep.
+        """
+        if self.state is EngineState.ASLEEP:
+            raise RuntimeError("cannot load weights: the engine is asleep; wake its weights first")
+        self.state, self.version = EngineState.HALF_LOADED, None
+        # In-process this is a plain call: the iterator is not pickled, and one tensor at a time exists.
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        self.state, self.version = EngineState.WEIGHTS_LOADED, version
+
+    def close(self) -> None:
+        """Shut the engine down and drop its groups; the default process group stays."""
+        self._llm.llm_engine.engine_core.shutdown()
+        from vllm.distributed import destroy_model_parallel
+
+        with contextlib.suppress(AssertionError):  # shutdown has done it already in newer releases
+            destroy_model_parallel()
+        del self._llm
+
+
+def prepare_environment(config: Config, mesh: Mesh) -> None:
+    """What vLLM reads from the environment, set before it is imported; the user's own values stay."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core in this process, not in a child
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if mesh.device.type == "cpu":
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(config.rollout.cpu_kv_cache_gib))
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # ranks of one host would bind to the same cores
+
+
+def engine_arguments(config: Config, mesh: Mesh) -> dict[str, Any]:
+    """Arguments of vllm.LLM; the raw `vllm` section comes last (what our fields own is refused in it)."""
+    r: RolloutConfig = config.rollout
+    return dict(
+        model=config.model.path, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code,
+        load_format="dummy", distributed_executor_backend="external_launcher",
+        tensor_parallel_size=r.tensor_parallel_size, gpu_memory_utilization=r.gpu_memory_utilization,
+        enforce_eager=r.enforce_eager, max_model_len=config.max_model_len, seed=config.run.seed,
+        enable_sleep_mode=config.memory.swap == "engine",
+        # Log-probs of what was sampled from: after temperature (vLLM's default ignores it) and truncation.
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",  # the model folder's sampling defaults do not reach training
+    ) | config.vllm
+
+
+def request_seed(run_seed: int, step: int, group: int, sample: int) -> int:
+    """A request's own seed: unseeded requests draw from one global generator, whose state depends on the layout."""
+    digest = hashlib.blake2b(f"{run_seed}/{step}/{group}/{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
