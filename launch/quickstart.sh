@@ -21,19 +21,19 @@ run=runs/quickstart
 if ((seed != 0)); then run=$run-$seed; fi
 
 # Files are renamed to their last name when whole, so that what an interrupted run left is never reused.
-make_prompts() {  # seed, training file, held-out file
+make_prompts() {  # seed, training file, held-out file, further options
     [[ -e $2 && -e $3 ]] && return
     python tools/make_prompts.py --task chain_sum --option max_terms=2 --option min_digits=2 --option max_digits=2 \
-        --seed "$1" --train "$2.part" --heldout "$3.part"
+        --seed "$1" --train "$2.part" --heldout "$3.part" "${@:4}"
     mv "$2.part" "$2"
     mv "$3.part" "$3"
 }
 
 make_model() {
     [[ -e $model ]] && return
-    make_prompts 1000000 $data/sft-train.jsonl $data/sft-heldout.jsonl
+    make_prompts 1000000 $data/sft-train.jsonl $data/sft-heldout.jsonl --num_heldout 512
     rm -rf $model.part
-    python tools/make_model.py $model.part --preset tiny --sft $data/sft-train.jsonl --sft_steps 300 \
+    python tools/make_model.py $model.part --preset tiny --sft $data/sft-train.jsonl --sft_accuracy 0.4 \
         --heldout $data/sft-heldout.jsonl
     mv $model.part $model
 }

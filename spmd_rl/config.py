@@ -236,8 +236,6 @@ class MetricsConfig:
 
     tensorboard: bool = True
     """Write TensorBoard events under output_dir/tensorboard."""
-    progress_bar: bool = True
-    """A progress bar beside the line of metrics a step."""
 
 
 @dataclass

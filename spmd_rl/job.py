@@ -1,7 +1,6 @@
 """Builds a run's parts from its config, in the order that start-up needs, and shuts them down."""
 
 import os
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,9 +115,9 @@ class Job:
         """Shut down in the reverse order; the process group last."""
         parts = self.parts
         parts.metrics.close()
+        self.mesh.leave_together()
         parts.policy.close()
         if parts.reference:
             parts.reference.close()
         parts.rollout.close()
-        sys.stdout.flush()
         self.mesh.close()

@@ -147,13 +147,17 @@ class Mesh:
 
     # End. -------------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Leave together: after this no rank looks for a failure of the others."""
+    def leave_together(self) -> None:
+        """Agree that the run is over: after this no rank looks for a failure of the others. Collective."""
         self.barrier()  # a rank that is done must not take the store away from one that still writes
         if self._watcher:
             self._watcher.stop()
             self.barrier()  # every watcher has stopped before the store's host leaves
-        dist.destroy_process_group()
+
+    def close(self) -> None:
+        """Destroy the process groups that are left."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def fail(self, error: BaseException) -> NoReturn:
         """End this process with `error`'s traceback, and the other ranks with it, now.

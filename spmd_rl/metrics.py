@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -170,31 +169,31 @@ class TensorBoard:
 
 
 class Console:
-    """A progress bar, and a line a step with what tells a healthy run from a sick one."""
+    """A line a step: progress, time left, and what tells a healthy run from a sick one."""
 
-    SHOWN = {"reward": "reward", "eval/reward": "held-out", "completions/mean_length": "length", "entropy": "entropy",
-             "kl": "kl", "grad_norm": "grad", "sampling/sampling_logp_difference/mean": "sampler gap",
+    SHOWN = {"reward": "reward", "eval/reward": "held-out reward", "completions/mean_length": "length",
+             "entropy": "entropy", "kl": "kl", "grad_norm": "grad", "sampling/sampling_logp_difference/mean": "gap",
              "timing/rollout": "rollout s", "timing/learn": "learn s", "timing/sync": "sync s", "timing/step": "step s"}
+    BAR_WIDTH = 20
 
-    def __init__(self, max_steps: int, progress_bar: bool) -> None:
-        from tqdm import tqdm
-
-        self._bar = tqdm(total=max_steps, disable=not progress_bar, file=sys.stderr, unit="step", dynamic_ncols=True)
-        self._max_steps = max_steps
+    def __init__(self, max_steps: int) -> None:
+        self._max_steps, self._start = max_steps, time.monotonic()
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
+        filled = self.BAR_WIDTH * step // self._max_steps
+        left_s = (time.monotonic() - self._start) * (self._max_steps - step) / step if step else float("nan")
+        left = f"{int(left_s) // 60}:{int(left_s) % 60:02d} left" if step else "starting"
         shown = "  ".join(f"{label} {metrics[name]:.4g}" for name, label in self.SHOWN.items() if name in metrics)
-        self._bar.write(f"step {step}/{self._max_steps}  {shown}", file=sys.stdout)
-        sys.stdout.flush()
-        self._bar.update(step - self._bar.n)
+        print(f"[{'#' * filled}{'.' * (self.BAR_WIDTH - filled)}] step {step}/{self._max_steps}, {left}  {shown}",
+              flush=True)
 
     def close(self) -> None:
-        self._bar.close()
+        """Nothing is open."""
 
 
 def make_sinks(config: MetricsConfig, output_dir: str, max_steps: int) -> list[Sink]:
     """The sinks of a run, in its folder."""
-    sinks: list[Sink] = [JsonLines(os.path.join(output_dir, "metrics.jsonl")), Console(max_steps, config.progress_bar)]
+    sinks: list[Sink] = [JsonLines(os.path.join(output_dir, "metrics.jsonl")), Console(max_steps)]
     if config.tensorboard:
         sinks.append(TensorBoard(os.path.join(output_dir, "tensorboard")))
     return sinks

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.logging import disable_progress_bar
 
 from spmd_rl import attention
 from spmd_rl.config import ConfigError, ModelConfig
@@ -79,7 +80,7 @@ class LogprobModel(nn.Module):
 
 def build(config: ModelConfig, hf_config: Any, logprob_memory_gib: float) -> LogprobModel:
     """The whole model with its weights, on the host. Raises ConfigError where the folder lacks one."""
-    ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.packed_attention)
+    _prepare_transformers()
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         config.path, config=hf_config, dtype=DTYPES[config.dtype], attn_implementation=attention.NAME,
         trust_remote_code=config.trust_remote_code, output_loading_info=True)
@@ -95,11 +96,13 @@ def build_sharded(config: ModelConfig, hf_config: Any, logprob_memory_gib: float
     shard_init: DeepSpeed's zero.Init. Each rank then reads its own slice of each tensor from the mapped
     safetensors files and nothing else. Raises ConfigError where the folder lacks a weight.
     """
-    ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.packed_attention)
+    _prepare_transformers()
     with shard_init, no_init_weights():
         lm = AutoModelForCausalLM.from_config(
             hf_config, dtype=DTYPES[config.dtype], attn_implementation=attention.NAME,
             trust_remote_code=config.trust_remote_code)
+    lm.tie_weights()  # no_init_weights leaves that out too
+    _restore_buffers(lm, config, hf_config)
     files = weight_files(config.path)
     named = dict(lm.named_parameters())
     _refuse_other_names(config, sorted(named.keys() - files.keys()), sorted(files.keys() - named.keys()),
@@ -114,6 +117,30 @@ def build_sharded(config: ModelConfig, hf_config: Any, logprob_memory_gib: float
         mine = whole.view(-1)[start:start + shard.numel()]  # the last rank's shard ends in padding
         shard.view(-1)[:mine.numel()].copy_(mine)
     return LogprobModel(lm, logprob_memory_gib)
+
+
+def _restore_buffers(lm: Any, config: ModelConfig, hf_config: Any) -> None:
+    """Give a model made under zero.Init the buffers it should have.
+
+    zero.Init makes every floating tensor of the constructors in the weights' type: rotary frequencies in
+    bf16 are off by 0.2 %, which turns far positions into others. A twin without weights has the right ones.
+    """
+    with torch.device("meta"):
+        twin = AutoModelForCausalLM.from_config(hf_config, dtype=DTYPES[config.dtype],
+                                                trust_remote_code=config.trust_remote_code)
+    for name, module in twin.named_modules():
+        own = {key: buffer for key, buffer in module._buffers.items() if buffer is not None}
+        module._buffers.update({key: torch.empty(b.shape, dtype=b.dtype, device="cpu") for key, b in own.items()})
+        if own:
+            twin._init_weights(module)
+        target = lm.get_submodule(name)
+        for key in own:
+            target._buffers[key] = module._buffers[key].to(target._buffers[key].device)
+
+
+def _prepare_transformers() -> None:
+    ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.packed_attention)
+    disable_progress_bar()  # one a rank and model
 
 
 def weight_files(path: str) -> dict[str, str]:

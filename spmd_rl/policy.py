@@ -5,6 +5,7 @@ is a part of one sum over all ranks, so it is multiplied by their number, and De
 accumulation steps is off.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,11 +41,14 @@ class Engine:
         os.environ.setdefault("DS_ACCELERATOR", mesh.device.type)  # read when deepspeed is imported
         import deepspeed
 
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        deepspeed.init_distributed(dist_init_required=False)  # it takes over the default group; zero.Init needs it
         self._deepspeed, self._config, self._mesh = deepspeed, config, mesh
         self.zero_stage = ds_config["zero_optimization"]["stage"]
         self._temperature = config.rollout.temperature
         if self.zero_stage == 3:
-            shard_init = deepspeed.zero.Init(config_dict_or_path=ds_config, dtype=model.DTYPES[config.model.dtype])
+            # Without dtype, which it misreads where the accelerator has no fp16: it follows from ds_config.
+            shard_init = deepspeed.zero.Init(config_dict_or_path=ds_config)
             self.model = model.build_sharded(config.model, hf_config, config.policy.logprob_memory_gib, shard_init)
         else:
             self.model = model.build(config.model, hf_config, config.policy.logprob_memory_gib)
@@ -94,7 +98,7 @@ class Policy(Engine):
 
     def __init__(self, config: Config, mesh: Mesh, hf_config: Any) -> None:
         """Build the engine; collective."""
-        ds_config = deepspeed_config(config, config.policy.zero_stage, mesh.world_size)
+        ds_config = deepspeed_config(config, config.policy.zero_stage)
         super().__init__(config, mesh, hf_config, ds_config)
         if config.policy.gradient_checkpointing:
             self.model.lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -140,16 +144,15 @@ class Reference(Engine):
     def __init__(self, config: Config, mesh: Mesh, hf_config: Any) -> None:
         """Sharded where the policy's weights are, whole on each rank elsewhere (DeepSpeed takes no other stage)."""
         stage = 3 if config.policy.zero_stage == 3 else 0
-        ds_config = deepspeed_config(config, stage, mesh.world_size)
+        ds_config = deepspeed_config(config, stage)
         super().__init__(config, mesh, hf_config, ds_config)
         self.model.requires_grad_(False)
         self.engine, *_ = self._deepspeed.initialize(model=self.model, config=ds_config)
 
 
-def deepspeed_config(config: Config, stage: int, world_size: int) -> dict[str, Any]:
+def deepspeed_config(config: Config, stage: int) -> dict[str, Any]:
     """DeepSpeed's config from ours, with the raw `deepspeed` section merged in."""
     ours: dict[str, Any] = {
-        "train_batch_size": world_size,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,  # rows differ from step to step: Policy says where a step ends
         "gradient_clipping": config.policy.max_grad_norm,  # 1.0 where the key is missing

@@ -5,7 +5,6 @@ the same methods with the same arguments, and there is no server and no worker p
 with dummy weights and never reads the model's: they come from the policy.
 """
 
-import contextlib
 import enum
 import hashlib
 import os
@@ -50,7 +49,8 @@ class Rollout:
         Raises ConfigError where vLLM is not installed or does not know the model.
         """
         self._config, self._mesh, self._tokenizer = config, mesh, tokenizer
-        self._can_sleep = config.memory.swap == "engine"
+        self._sleeps = config.memory.swap == "engine"
+        self._frees = self._sleeps and mesh.device.type == "cuda"  # elsewhere it has no sleep mode
         prepare_environment(config, mesh)
         try:
             import vllm
@@ -61,9 +61,8 @@ class Rollout:
         self.version: int | None = None
         with preserved_process_state():
             self._llm: Any = vllm.LLM(**engine_arguments(config, mesh))
-        self.state = EngineState.WEIGHTS_AWAKE if not self._can_sleep else EngineState.READY
-        if self._can_sleep:
-            self.sleep()
+        self.state = EngineState.WEIGHTS_AWAKE  # and the KV cache, over weights that mean nothing
+        self.sleep()
 
     # Sampling. --------------------------------------------------------------------------------------------------
 
@@ -117,14 +116,16 @@ class Rollout:
 
     def sleep(self) -> None:
         """Level 2: weights and KV cache leave the device and are gone. Asleep already is no work."""
-        if self._can_sleep and self.state is not EngineState.ASLEEP:
-            self._llm.sleep(level=2)
+        if self._sleeps and self.state is not EngineState.ASLEEP:
+            if self._frees:
+                self._llm.sleep(level=2)
             self.state, self.version = EngineState.ASLEEP, None
 
     def wake_weights(self) -> None:
         """Make room for the weights, which hold nothing until they are loaded."""
-        if self._can_sleep and self.state is EngineState.ASLEEP:
-            self._llm.wake_up(tags=["weights"])
+        if self.state is EngineState.ASLEEP:
+            if self._frees:
+                self._llm.wake_up(tags=["weights"])
             self.state = EngineState.WEIGHTS_AWAKE
 
     def wake_kv_cache(self) -> None:
@@ -133,7 +134,7 @@ class Rollout:
             return
         if self.state is not EngineState.WEIGHTS_LOADED:
             raise RuntimeError(f"cannot wake the KV cache: the engine is {self.state.value}; load weights first")
-        if self._can_sleep:
+        if self._frees:
             self._llm.wake_up(tags=["kv_cache"])
         self._llm.reset_prefix_cache()  # its blocks were computed by older weights
         self.state = EngineState.READY
@@ -153,19 +154,15 @@ class Rollout:
         self.state, self.version = EngineState.WEIGHTS_LOADED, version
 
     def close(self) -> None:
-        """Shut the engine down and drop its groups; the default process group stays."""
+        """Shut the engine down. vLLM takes every process group with it, the default one too: leave together first."""
         self._llm.llm_engine.engine_core.shutdown()
-        from vllm.distributed import destroy_model_parallel
-
-        with contextlib.suppress(AssertionError):  # shutdown has done it already in newer releases
-            destroy_model_parallel()
         del self._llm
 
 
 def prepare_environment(config: Config, mesh: Mesh) -> None:
     """What vLLM reads from the environment, set before it is imported; the user's own values stay."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core in this process, not in a child
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings repeat at every sync
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if mesh.device.type == "cpu":
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(config.rollout.cpu_kv_cache_gib))
@@ -180,7 +177,7 @@ def engine_arguments(config: Config, mesh: Mesh) -> dict[str, Any]:
         load_format="dummy", distributed_executor_backend="external_launcher",
         tensor_parallel_size=r.tensor_parallel_size, gpu_memory_utilization=r.gpu_memory_utilization,
         enforce_eager=r.enforce_eager, max_model_len=config.max_model_len, seed=config.run.seed,
-        enable_sleep_mode=config.memory.swap == "engine",
+        enable_sleep_mode=config.memory.swap == "engine" and mesh.device.type == "cuda",
         # Log-probs of what was sampled from: after temperature (vLLM's default ignores it) and truncation.
         logprobs_mode="processed_logprobs",
         generation_config="vllm",  # the model folder's sampling defaults do not reach training

@@ -1,6 +1,6 @@
 """Make a model folder with random weights and its own tokenizer, and train it briefly under supervision where asked.
 
-    python tools/make_model.py OUT --preset tiny --sft train.jsonl --sft_steps 300 --heldout heldout.jsonl
+    python tools/make_model.py OUT --preset tiny --sft train.jsonl --heldout heldout.jsonl --sft_accuracy 0.4
     python tools/make_model.py OUT --preset qwen3-1.7b
 
 The folder loads with AutoModelForCausalLM, AutoTokenizer and vLLM. `build_model`, `make_tokenizer` and `save` are for
@@ -15,7 +15,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
-PAD, EOS = "<|pad|>", "<|eos|>"
+# With another EOS, the class that Transformers loads for a qwen2 folder adds <|endoftext|> past the vocabulary.
+PAD, EOS = "<|pad|>", "<|endoftext|>"
 NUM_BYTES = 256
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -23,7 +24,7 @@ CHAT_TEMPLATE = (
 )
 FAMILIES = {"qwen3": "qwen3", "qwen2": "qwen2", "llama": "llama", "gemma3": "gemma3_text"}
 
-TINY = dict(hidden_size=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=320,
+TINY = dict(hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=320,
             intermediate_size=384, tied=True, dtype=torch.float32)
 QWEN3 = dict(num_kv_heads=8, head_dim=128, vocab_size=151936, dtype=torch.bfloat16)
 PRESETS = {
@@ -123,20 +124,18 @@ def encode_rows(tokenizer, rows):
     return ids, labels
 
 
-def supervise(model, tokenizer, rows, *, steps, batch_size, learning_rate, seed):
-    """Train on the answers for `steps` steps of `batch_size` rows, mean loss a token; returns the last loss.
+def supervise(model, tokenizer, rows, heldout, *, steps, batch_size, learning_rate, accuracy, seed):
+    """Train on the answers, AdamW and mean loss a token, and return (steps made, held-out greedy accuracy).
 
-    AdamW, warmed up over the first tenth and brought linearly to 0 at the end.
+    Stops after `steps` steps, or once `accuracy` is reached, which is looked at every 5 steps. The learning rate is
+    constant after 30 steps of warm-up: from a start brought down to rate 0, RL loses half of the accuracy before it
+    gains any.
     """
     ids_BS, labels_BS = encode_rows(tokenizer, rows)
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
-    warmup = max(1, steps // 10)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warmup, (steps - step) / (steps - warmup + 1))
-    )
-    model.train()
-    for _ in range(steps):
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 30))
+    for step in range(1, steps + 1):
         picked = torch.randint(len(rows), (batch_size,), generator=generator)
         loss = model(input_ids=ids_BS[picked].to(model.device), labels=labels_BS[picked].to(model.device)).loss
         loss.backward()
@@ -144,8 +143,13 @@ def supervise(model, tokenizer, rows, *, steps, batch_size, learning_rate, seed)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    model.eval()
-    return loss.item()
+        if step % 5 == 0 or step == steps:
+            reached = greedy_accuracy(model, tokenizer, heldout)
+            if step % 50 == 0:
+                print(f"supervised step {step}: loss {loss.item():.3f}, held-out accuracy {reached:.3f}", flush=True)
+            if reached >= accuracy:
+                break
+    return step, reached
 
 
 @torch.no_grad()
@@ -181,7 +185,9 @@ def parse_args():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sft", help="JSONL with prompt and answer to train on first")
     parser.add_argument("--heldout", help="JSONL with prompt and answer to measure greedy accuracy on")
-    parser.add_argument("--sft_steps", type=int, default=400)
+    parser.add_argument("--sft_steps", type=int, default=600, help="at most")
+    parser.add_argument("--sft_accuracy", type=float, default=1.0,
+                        help="stop before then at this held-out greedy accuracy")
     parser.add_argument("--sft_batch_size", type=int, default=256, help="rows a step")
     parser.add_argument("--sft_learning_rate", type=float, default=2e-3)
     args = parser.parse_args()
@@ -198,10 +204,11 @@ def main():
     model = build_model("qwen3", seed=args.seed, **sizes)
     if args.sft:
         start = time.perf_counter()
-        loss = supervise(model, tokenizer, train, steps=args.sft_steps, batch_size=args.sft_batch_size,
-                         learning_rate=args.sft_learning_rate, seed=args.seed)
-        accuracy = greedy_accuracy(model, tokenizer, read_jsonl(args.heldout))
-        print(f"{args.sft_steps} supervised steps in {time.perf_counter() - start:.0f} s: loss {loss:.3f}, "
+        steps, accuracy = supervise(
+            model, tokenizer, train, read_jsonl(args.heldout), steps=args.sft_steps, batch_size=args.sft_batch_size,
+            learning_rate=args.sft_learning_rate, accuracy=args.sft_accuracy, seed=args.seed,
+        )
+        print(f"{steps} supervised steps in {time.perf_counter() - start:.0f} s: "
               f"held-out greedy accuracy {accuracy:.3f}")
     save(args.output, model, tokenizer)
     print(f"{args.output}: {model.num_parameters() / 1e6:.1f} M parameters")
