@@ -33,7 +33,7 @@ make_model() {
     [[ -e $model ]] && return
     make_prompts 1000000 $data/sft-train.jsonl $data/sft-heldout.jsonl --num_heldout 512
     rm -rf $model.part
-    python tools/make_model.py $model.part --preset tiny --sft $data/sft-train.jsonl --sft_accuracy 0.4 \
+    python tools/make_model.py $model.part --preset tiny --sft $data/sft-train.jsonl --sft_accuracy 0.35 \
         --heldout $data/sft-heldout.jsonl
     mv $model.part $model
 }

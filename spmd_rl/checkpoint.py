@@ -35,8 +35,7 @@ def export(folder: str, policy: Policy, tokenizer: Any, config: Config, mesh: Me
         writer.finish()
         policy.hf_config.save_pretrained(folder + WRITING)
         tokenizer.save_pretrained(folder + WRITING)
-        if GenerationConfig.from_model_config(policy.hf_config) is not None:
-            _generation_config(config, policy.hf_config).save_pretrained(folder + WRITING)
+        _generation_config(config, policy.hf_config).save_pretrained(folder + WRITING)
         _replace(folder)
     mesh.barrier()  # the folder is there for every rank that returns
 

@@ -408,6 +408,8 @@ def _check_ranges(c: Config) -> None:
     _require(c.loss.loss_type in ("dapo", "grpo", "dr_grpo") or ":" in c.loss.loss_type, "loss.loss_type",
              c.loss.loss_type, "set dapo, grpo, dr_grpo, or your own as module:function")
     _require(bool(c.rewards.functions), "rewards.functions", c.rewards.functions, "name at least one")
+    _require(len(set(c.rewards.functions)) == len(c.rewards.functions), "rewards.functions", c.rewards.functions,
+             "name each once; weigh it by rewards.weights")
     weights = c.rewards.weights
     _require(weights is None or len(weights) == len(c.rewards.functions), "rewards.weights", weights,
              f"give one for each of the {len(c.rewards.functions)} rewards.functions")

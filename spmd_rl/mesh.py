@@ -272,8 +272,10 @@ def preserved_process_state() -> Iterator[None]:
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(environment)
+        for name in set(os.environ) - set(environment):
+            del os.environ[name]
+        # Only what changed: other threads may be reading the environment.
+        os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
         random.setstate(python_state)
         np.random.set_state(numpy_state)
         torch.set_rng_state(torch_state)

@@ -1,6 +1,7 @@
 """Metrics of a step: collected on every rank, reduced once, written by one."""
 
 import contextlib
+import glob
 import json
 import os
 import time
@@ -153,11 +154,13 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars as TensorBoard events."""
+    """Scalars as TensorBoard events; those of an older run in the same folder go."""
 
     def __init__(self, folder: str) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        for old in glob.glob(os.path.join(folder, "events.out.tfevents.*")):
+            os.remove(old)
         self._writer = SummaryWriter(folder)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:

@@ -68,6 +68,9 @@ class LogprobModel(nn.Module):
         if getattr(output, "bias", None) is not None:
             raise ConfigError(f"{type(lm).__name__} has a bias in its output projection: it is not supported")
         lm.set_output_embeddings(LogprobHead(output.weight, logprob_memory_gib))
+        for module in lm.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0  # the sampler has none: with it the policy that is trained is not the one that sampled
 
     def forward(self, input_ids_S: Tensor, positions_S: Tensor, segment_ids_S: Tensor, target_index_N: Tensor,
                 target_ids_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -90,11 +93,11 @@ def build(config: ModelConfig, hf_config: Any, logprob_memory_gib: float) -> Log
 
 
 def build_sharded(config: ModelConfig, hf_config: Any, logprob_memory_gib: float,
-                  shard_init: contextlib.AbstractContextManager) -> LogprobModel:
+                  shard_init: contextlib.AbstractContextManager, shard_index: int) -> LogprobModel:
     """The model whose parameters are split over the ranks from the first, never whole on a host.
 
-    shard_init: DeepSpeed's zero.Init. Each rank then reads its own slice of each tensor from the mapped
-    safetensors files and nothing else. Raises ConfigError where the folder lacks a weight.
+    shard_init: DeepSpeed's zero.Init; shard_index: which shard this rank holds. It reads its own slice of
+    each tensor from the mapped safetensors files and nothing else. Raises ConfigError where a weight is missing.
     """
     _prepare_transformers()
     with shard_init, no_init_weights():
@@ -113,7 +116,7 @@ def build_sharded(config: ModelConfig, hf_config: Any, logprob_memory_gib: float
             raise ConfigError(f"model.path is {config.path!r}: {name} has shape {tuple(whole.shape)} in the file and "
                               f"{tuple(parameter.ds_shape)} in the model")
         shard = parameter.ds_tensor.data
-        start = torch.distributed.get_rank() * shard.numel()
+        start = shard_index * shard.numel()
         mine = whole.view(-1)[start:start + shard.numel()]  # the last rank's shard ends in padding
         shard.view(-1)[:mine.numel()].copy_(mine)
     return LogprobModel(lm, logprob_memory_gib)

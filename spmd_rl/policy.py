@@ -49,7 +49,8 @@ class Engine:
         if self.zero_stage == 3:
             # Without dtype, which it misreads where the accelerator has no fp16: it follows from ds_config.
             shard_init = deepspeed.zero.Init(config_dict_or_path=ds_config)
-            self.model = model.build_sharded(config.model, hf_config, config.policy.logprob_memory_gib, shard_init)
+            self.model = model.build_sharded(config.model, hf_config, config.policy.logprob_memory_gib, shard_init,
+                                             mesh.mine(range(mesh.world_size)))
         else:
             self.model = model.build(config.model, hf_config, config.policy.logprob_memory_gib)
         self.hf_config: Any = self.model.lm.config

@@ -26,7 +26,8 @@ class Rewards:
     def __init__(self, config: RewardsConfig) -> None:
         """Raises ConfigError for a function that cannot be found, or whose extra is not installed."""
         self._functions = {name: _find(name, config) for name in config.functions}
-        self.names = [name.rsplit(":", 1)[-1] for name in self._functions]
+        short = [name.rsplit(":", 1)[-1] for name in self._functions]
+        self.names = short if len(set(short)) == len(short) else list(self._functions)
         self._weights = config.weights or [1.0] * len(self.names)
 
     def check_columns(self, prompts: Sequence[Prompt], source: str) -> None:

@@ -1,6 +1,6 @@
 """Make a model folder with random weights and its own tokenizer, and train it briefly under supervision where asked.
 
-    python tools/make_model.py OUT --preset tiny --sft train.jsonl --heldout heldout.jsonl --sft_accuracy 0.4
+    python tools/make_model.py OUT --preset tiny --sft train.jsonl --heldout heldout.jsonl --sft_accuracy 0.35
     python tools/make_model.py OUT --preset qwen3-1.7b
 
 The folder loads with AutoModelForCausalLM, AutoTokenizer and vLLM. `build_model`, `make_tokenizer` and `save` are for

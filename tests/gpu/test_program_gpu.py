@@ -1,0 +1,77 @@
+"""The whole program on one GPU: real vLLM and DeepSpeed, bf16, the engine asleep while the policy trains."""
+
+import json
+
+import launching
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 3
+# Mean |sampler - policy| log-prob in bf16: both round every activation, in kernels of their own.
+SAMPLER_GAP = 0.03
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpu")
+    model = launching.make_model(folder / "model", tied=True)
+    return model, launching.write_jsonl(folder / "train.jsonl", launching.make_rows(64, seed=1))
+
+
+def run_program(inputs, tmp_path, num_ranks=1, env=None, **sections):
+    model, train = inputs
+    sections = {"run": {"output_dir": str(tmp_path / "run"), "max_steps": STEPS}, "mesh": {"device": "cuda"},
+                "model": {"path": str(model), "dtype": "bfloat16"}} | sections
+    rollout = {"num_generations": 4, "max_completion_length": 6, "enforce_eager": True, "gpu_memory_utilization": 0.3}
+    rollout |= sections.pop("rollout", {})
+    config = launching.write_config(tmp_path / "config.yaml", model, train, tmp_path / "run", rollout=rollout,
+                                    **sections)
+    arguments = ["-m", "spmd_rl.train", "--config", str(config)]
+    if num_ranks == 1:
+        launching.run(arguments, timeout_s=240, env=env).succeeded()
+    else:
+        for finished in launching.without_launcher(num_ranks, arguments, timeout_s=240, env=env):
+            finished.succeeded()
+    with open(tmp_path / "run" / "metrics.jsonl") as file:
+        return [json.loads(line) for line in file]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_first_step_and_sleep(stage, inputs, tmp_path):
+    """Unchanged weights give ratio 1 and KL 0; the engine's memory is not there while the policy trains."""
+    rows = run_program(inputs, tmp_path, loss={"beta": 0.1, "recompute_old_logprobs": True},
+                       policy={"zero_stage": stage, "learning_rate": 0.1})
+    assert len(rows) == STEPS
+    assert abs(rows[0]["ratio"] - 1) <= 1e-3
+    assert abs(rows[0]["kl"]) <= 1e-3
+    assert rows[1]["kl"] > rows[0]["kl"]
+    for row in rows:
+        assert row["sampling/sampling_logp_difference/mean"] <= SAMPLER_GAP
+        # 0.3 of the device while sampling; the tiny policy alone while training.
+        assert row["memory/rollout_gib"] - row["memory/train_gib"] > 0.2 * row["memory/rollout_gib"]
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_two_ranks_on_one_device(tensor_parallel_size, inputs, tmp_path):
+    """Real NCCL under ZeRO-3 with two ranks: NCCL takes them for two hosts, and each sees device 0."""
+    # without_launcher sets LOCAL_RANK per rank; here both are on the one device.
+    wrapper = tmp_path / "one_device.py"
+    wrapper.write_text("import os, runpy, sys\n"
+                       "os.environ.update(LOCAL_RANK='0', NCCL_HOSTID='sim' + os.environ['RANK'])\n"
+                       "sys.argv = sys.argv[1:]\n"
+                       "runpy.run_module('spmd_rl.train', run_name='__main__')\n")
+    model, train = inputs
+    rollout = {"num_generations": 4, "max_completion_length": 6, "enforce_eager": True, "gpu_memory_utilization": 0.1,
+               "tensor_parallel_size": tensor_parallel_size}
+    config = launching.write_config(
+        tmp_path / "config.yaml", model, train, tmp_path / "run", rollout=rollout,
+        run={"output_dir": str(tmp_path / "run"), "max_steps": STEPS}, mesh={"device": "cuda"},
+        model={"path": str(model), "dtype": "bfloat16"}, policy={"zero_stage": 3, "learning_rate": 0.1},
+        vllm={"kv_cache_memory_bytes": 2**30, "disable_custom_all_reduce": True})
+    for finished in launching.without_launcher(2, [str(wrapper), "train", "--config", str(config)], timeout_s=240):
+        finished.succeeded()
+    with open(tmp_path / "run" / "metrics.jsonl") as file:
+        rows = [json.loads(line) for line in file]
+    assert len(rows) == STEPS
+    assert all(row["sampling/sampling_logp_difference/mean"] <= SAMPLER_GAP for row in rows)

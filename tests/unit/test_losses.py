@@ -1,0 +1,230 @@
+"""The loss is one number for a step: no split into micro-batches changes it or its gradient."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from spmd_rl.batch import StepTotals, pack
+from spmd_rl.config import LossConfig
+from spmd_rl.losses import LOSSES, LossInputs, kl_k3, loss_metrics, policy_loss
+
+ADVANTAGES, LENGTHS = [1.0, -1.0, 2.0, -2.0], [1, 3, 2, 6]
+MAX_LENGTH = 8
+# Token mean: -(1*1 - 1*3 + 2*2 - 2*6) / 12 = 10/12. Sequence mean: -(1 - 1 + 2 - 2) / 4. Constant: 10 / (4 * 8).
+VALUES = {"dapo": 10 / 12, "grpo": 0.0, "dr_grpo": 10 / 32}
+COEFFICIENTS = {
+    "dapo": [-a / 12 for a in ADVANTAGES],
+    "grpo": [-a / (4 * n) for a, n in zip(ADVANTAGES, LENGTHS)],
+    "dr_grpo": [-a / (4 * MAX_LENGTH) for a in ADVANTAGES],
+}
+PERMUTATIONS = list(itertools.permutations(range(4)))
+# Where a permuted list of four is cut: none, one, two or three of the three gaps.
+CUTS = [cut for n in range(4) for cut in itertools.combinations((1, 2, 3), n)]
+
+
+def inputs_of(mb, dtype=torch.float64, shift=0.0):
+    """Loss inputs of a packed row at ratio exp(shift), the log-probs a leaf."""
+    old = mb.sampler_logprobs_N.to(dtype)
+    logprobs = (old + shift).requires_grad_()
+    return LossInputs(logprobs, old, mb.advantages_N.to(dtype), mb.lengths_N.to(dtype))
+
+
+def tokens(values, advantages=None, old=None, ref=None, lengths=None):
+    """Loss inputs of single tokens in float64."""
+    def double(numbers):
+        return torch.tensor(numbers, dtype=torch.float64)
+    n = len(values)
+    return LossInputs(double(values).requires_grad_(), double(old or [0.0] * n), double(advantages or [1.0] * n),
+                      double(lengths or [float(n)] * n), None if ref is None else double(ref))
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: "cut" + "-".join(map(str, cut)))
+@pytest.mark.parametrize("loss_type", VALUES)
+def test_case_01_no_split_and_no_order_changes_the_loss(completion, loss_type, cut):
+    """Parts of all micro-batches add up to the step's loss, with the same coefficient on each token.
+
+    A mean a micro-batch, then a mean of means, breaks it: 0.75 on {1,2},{3,4}, coefficients 1/8 and 1/16.
+    """
+    completions = [completion([9] * n, advantage=a) for a, n in zip(ADVANTAGES, LENGTHS)]
+    totals = StepTotals.of(completions)
+    assert (totals.tokens, totals.sequences) == (12, 4)
+    for order in PERMUTATIONS:
+        bounds = [0, *cut, 4]
+        total, coefficients = 0.0, {}
+        for a, b in zip(bounds, bounds[1:]):
+            row = order[a:b]
+            mb = pack([completions[i] for i in row], torch.device("cpu"))
+            inputs = inputs_of(mb)
+            part = policy_loss(inputs, LossConfig(loss_type=loss_type), totals, MAX_LENGTH)
+            part.backward()
+            total += part.item()
+            for place, i in enumerate(row):
+                coefficients[i] = inputs.logprobs_N.grad[mb.sequence_N == place]
+        assert total == pytest.approx(VALUES[loss_type], abs=1e-12)
+        for i in range(4):
+            assert coefficients[i].tolist() == pytest.approx([COEFFICIENTS[loss_type][i]] * LENGTHS[i], abs=1e-12)
+
+
+@pytest.mark.parametrize("loss_type", VALUES)
+def test_a_row_without_targets_adds_exactly_nothing(loss_type):
+    """An empty row's part is 0 with a graph behind it: its backward is as collective as the others'."""
+    inputs = inputs_of(pack([], torch.device("cpu")), torch.float32)
+    part = policy_loss(inputs, LossConfig(loss_type=loss_type), StepTotals(12, 4), MAX_LENGTH)
+    assert part.item() == 0.0
+    part.backward()
+    assert inputs.logprobs_N.grad.shape == (0,)
+
+
+@pytest.mark.parametrize("loss_type", VALUES)
+def test_a_step_without_any_token_has_loss_zero(loss_type):
+    """Nothing to train on is 0, not 0/0."""
+    inputs = inputs_of(pack([], torch.device("cpu")), torch.float32)
+    assert policy_loss(inputs, LossConfig(loss_type=loss_type), StepTotals(0, 0), MAX_LENGTH).item() == 0.0
+
+
+# Ratio and advantage -> token loss and its derivative by the log-prob, at epsilon 0.2 below and `high` above.
+# min(r A, clip(r) A): 0.7 with A > 0 and 1.3 with A < 0 stay unclipped, d/dlogp (-r A) = -r A.
+CLIPPED = [
+    (0.7, 1.0, 0.2, -0.7, -0.7), (0.7, -1.0, 0.2, 0.8, 0.0),
+    (1.3, 1.0, 0.2, -1.2, 0.0), (1.3, -1.0, 0.2, 1.3, 1.3),
+    (1.3, 1.0, 0.4, -1.3, -1.3), (1.5, 1.0, 0.4, -1.4, 0.0), (0.7, -2.0, 0.4, 1.6, 0.0),
+    (1.0, 3.0, 0.2, -3.0, -3.0), (1.0, 0.0, 0.2, 0.0, 0.0),
+]
+
+
+@pytest.mark.parametrize("ratio, advantage, high, loss, gradient", CLIPPED)
+@pytest.mark.parametrize("loss_type", VALUES)
+def test_clipped_surrogate(loss_type, ratio, advantage, high, loss, gradient):
+    """-min(r A, clip(r) A), both sides with their own epsilon; the clip takes the gradient only where it binds."""
+    inputs = tokens([math.log(ratio)], [advantage])
+    found = LOSSES[loss_type][0](inputs, LossConfig(loss_type=loss_type, epsilon=0.2, epsilon_high=high))
+    found.sum().backward()
+    assert found.item() == pytest.approx(loss, abs=1e-12)
+    assert inputs.logprobs_N.grad.item() == pytest.approx(gradient, abs=1e-12)
+
+
+def test_epsilon_high_falls_back_to_epsilon():
+    """Without epsilon_high the range is symmetric: 1.3 at A = 1 and epsilon 0.1 is clipped to 1.1."""
+    inputs = tokens([math.log(1.3)])
+    assert policy_loss(inputs, LossConfig(epsilon=0.1), StepTotals(1, 1), 8).item() == pytest.approx(-1.1)
+
+
+@pytest.mark.parametrize("padded", [0, 1, 5])
+def test_case_09_clip_metrics_count_clipped_tokens_only(completion, padded):
+    """The clip fraction counts tokens whose gradient the clip takes, and no padding.
+
+    Ratios .7 .7 1.3 1.3 with A + - + -: the 2nd and 3rd are clipped. Without the advantage's sign it is all four.
+    """
+    ratios, advantages = [0.7, 0.7, 1.3, 1.3], [1.0, -1.0, 1.0, -1.0]
+    row = [completion([9], advantage=a) for a in advantages]
+    mb = pack(row, torch.device("cpu"), block=8 + padded)
+    assert mb.input_ids_S.numel() == 8 + padded
+    old = mb.sampler_logprobs_N.double()
+    inputs = LossInputs(old + torch.tensor(ratios, dtype=torch.float64).log(), old, mb.advantages_N.double(),
+                        mb.lengths_N.double())
+    loss = policy_loss(inputs, LossConfig(), StepTotals.of(row), 8)
+    assert loss.item() == pytest.approx((-0.7 + 0.8 - 1.2 + 1.3) / 4)  # 0.05
+    entropy = torch.zeros(4)
+    found = {n: float(s) / c for n, (s, c) in loss_metrics(inputs, LossConfig(), entropy, old).items()}
+    assert found["clip_ratio/region_mean"] == 0.5
+    assert found["clip_ratio/low_mean"] == 0.25
+    assert found["clip_ratio/high_mean"] == 0.25
+    assert found["ratio"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("ratio, advantage, low, high", [
+    (0.79, -1.0, 1, 0), (0.79, 1.0, 0, 0), (0.81, -1.0, 0, 0), (1.0, -1.0, 0, 0), (1.0, 1.0, 0, 0),
+    (1.29, 1.0, 0, 0), (1.31, 1.0, 0, 1), (1.31, -1.0, 0, 0), (0.5, 0.0, 0, 0), (2.0, 0.0, 0, 0)])
+def test_case_09_each_side_has_its_sign_and_its_epsilon(ratio, advantage, low, high):
+    """Low counts ratios below 1 - epsilon with A < 0, high those above 1 + epsilon_high with A > 0."""
+    config = LossConfig(epsilon=0.2, epsilon_high=0.3)
+    inputs = tokens([math.log(ratio)], [advantage])
+    found = loss_metrics(inputs, config, torch.zeros(1), torch.zeros(1))
+    assert float(found["clip_ratio/low_mean"][0]) == low
+    assert float(found["clip_ratio/high_mean"][0]) == high
+    assert float(found["clip_ratio/region_mean"][0]) == low + high
+
+
+@pytest.mark.parametrize("loss_type, value", [("dapo", 4 / 12), ("grpo", 0.0)])
+def test_case_09_a_first_step_of_loss_zero_still_learns(completion, loss_type, value):
+    """Zero-sum advantages at ratio 1: the loss may be 0, the gradient is not.
+
+    -(1.5*1 - 0.5*3 - 0.5*2 - 0.5*6) / 12 = 4/12; a mean a completion: -(1.5 - 0.5 - 0.5 - 0.5) / 4 = 0.
+    """
+    row = [completion([9] * n, advantage=a) for a, n in zip([1.5, -0.5, -0.5, -0.5], LENGTHS)]
+    inputs = inputs_of(pack(row, torch.device("cpu")))
+    loss = policy_loss(inputs, LossConfig(loss_type=loss_type), StepTotals.of(row), 8)
+    loss.backward()
+    assert loss.item() == pytest.approx(value, abs=1e-12)
+    assert inputs.logprobs_N.grad.norm() > 0.1
+
+
+@pytest.mark.parametrize("policy, ref, value, gradient", [
+    (-1.0, -1.0, 0.0, 0.0),
+    (-1.0, -2.0, 0.36787944, 0.63212056),  # d = -1: 1/e + 1 - 1; derivative 1 - e^d
+    (-2.0, -1.0, 0.71828183, -1.71828183),  # d = 1: e - 1 - 1
+    (-1.0, -1.0 + 1e-9, 5e-19, -1e-9),  # d^2 / 2; exp(d) - 1 would round to 0 or 1e-16
+])
+def test_kl_k3(policy, ref, value, gradient):
+    """exp(d) - d - 1 with d = ref - policy: never negative, 0 only where they agree."""
+    inputs = tokens([policy], ref=[ref])
+    found = kl_k3(inputs.logprobs_N, inputs.ref_logprobs_N)
+    found.backward()
+    assert found.item() == pytest.approx(value, rel=1e-6, abs=1e-17)
+    assert inputs.logprobs_N.grad.item() == pytest.approx(gradient, rel=1e-6, abs=1e-15)
+
+
+@pytest.mark.parametrize("loss_type, weights", [("dapo", [1 / 4, 1 / 4]), ("grpo", [1 / 2, 1 / 6]),
+                                                ("dr_grpo", [1 / 16, 1 / 16])])
+def test_kl_is_weighed_as_the_token_loss_is(loss_type, weights):
+    """beta * k3 is added token by token under the same normaliser; with beta 0 the reference is not looked at.
+
+    Two tokens of completions of 1 and 3 tokens, 4 tokens and 2 completions in the step, A = 0, beta 0.5.
+    """
+    inputs = tokens([-1.0, -2.0], [0.0, 0.0], old=[-1.0, -2.0], ref=[-2.0, -1.0], lengths=[1.0, 3.0])
+    found = policy_loss(inputs, LossConfig(loss_type=loss_type, beta=0.5), StepTotals(4, 2), 8)
+    found.backward()
+    assert found.item() == pytest.approx(0.5 * (weights[0] * 0.36787944 + weights[1] * 0.71828183), abs=1e-8)
+    assert inputs.logprobs_N.grad.tolist() == pytest.approx(
+        [0.5 * weights[0] * 0.63212056, -0.5 * weights[1] * 1.71828183], abs=1e-8)
+    assert policy_loss(inputs, LossConfig(loss_type=loss_type), StepTotals(4, 2), 8).item() == 0.0
+    metric, count = loss_metrics(inputs, LossConfig(), torch.zeros(2), torch.zeros(2))["kl"]
+    assert (float(metric), count) == (pytest.approx(0.36787944 + 0.71828183), 2)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 1), (1, 3), (2,), (4,), (3, 3)])
+def test_a_user_loss_of_another_shape_is_refused(shape):
+    """One loss a token or an error: a scalar or a column would broadcast into a wrong sum."""
+    inputs = tokens([-1.0, -2.0, -3.0])
+    with pytest.raises(ValueError, match=r"my:loss.*\(3,\)"):
+        policy_loss(inputs, LossConfig(loss_type="my:loss"), StepTotals(3, 1), 8, lambda i, c: torch.ones(shape))
+
+
+def test_a_user_loss_is_weighed_by_the_steps_tokens():
+    """Squared log-probs over 6 tokens of the step: (1 + 4) / 6, gradient 2 x / 6."""
+    inputs = tokens([-1.0, -2.0])
+    found = policy_loss(inputs, LossConfig(loss_type="my:loss"), StepTotals(6, 2), 8, lambda i, c: i.logprobs_N ** 2)
+    found.backward()
+    assert found.item() == pytest.approx(5 / 6)
+    assert inputs.logprobs_N.grad.tolist() == pytest.approx([-2 / 6, -4 / 6])
+
+
+def test_the_gap_to_the_sampler_is_measured_on_old_logprobs():
+    """|old - sampler| and exp(old - sampler): 0.5 and e^0.5, 0 and 1 -> sums 0.5 and 2.648721; no gradient."""
+    inputs = tokens([0.0, 0.0], old=[-1.0, -2.0])
+    found = loss_metrics(inputs, LossConfig(), torch.tensor([0.25, 0.5]), torch.tensor([-1.5, -2.0]))
+    assert float(found["sampling/sampling_logp_difference/mean"][0]) == pytest.approx(0.5)
+    assert float(found["sampling/importance_sampling_ratio/mean"][0]) == pytest.approx(math.exp(0.5) + 1)
+    assert float(found["entropy"][0]) == pytest.approx(0.75)
+    assert all(count == 2 and not total.requires_grad for total, count in found.values())
+    assert "kl" not in found
+
+
+def test_ratio_is_exactly_one_on_the_current_logprobs():
+    """Old log-probs that are the current ones detached give ratio 1 bit for bit, in float32 too."""
+    logprobs = torch.randn(100).mul(30).requires_grad_()
+    inputs = LossInputs(logprobs, logprobs.detach(), torch.ones(100), torch.ones(100))
+    total, count = loss_metrics(inputs, LossConfig(), torch.zeros(100), logprobs.detach())["ratio"]
+    assert float(total) == count == 100
