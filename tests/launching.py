@@ -142,13 +142,13 @@ def load_tool(name: str) -> ModuleType:
 
 
 def make_rows(count: int, seed: int) -> list[dict[str, str]]:
-    """Prompts of 5 to 13 bytes with one-digit answers, no prompt twice."""
+    """Sums of 4 to 10 bytes with their answers of 1 to 5 digits, no prompt twice."""
     draw = random.Random(seed)
     rows: dict[str, str] = {}
     while len(rows) < count:
         a = draw.randrange(10 ** draw.randrange(1, 5))
         b = draw.randrange(10 ** draw.randrange(1, 5))
-        rows[f"{a}+{b}="] = str((a + b) % 10)
+        rows[f"{a}+{b}="] = str(a + b)
     return [{"prompt": prompt, "answer": answer} for prompt, answer in rows.items()]
 
 
@@ -180,7 +180,7 @@ def write_config(path: Path, model: Path, train: Path, output_dir: Path, **secti
         "data": {"train": str(train), "max_prompt_length": 24},
         "rollout": {"num_generations": 4, "max_completion_length": 6, "enforce_eager": True},
         "batch": {"prompts_per_step": 4, "max_tokens_per_microbatch": 64},
-        "policy": {"optimizer": "sgd", "learning_rate": 0.5, "gradient_checkpointing": False},
+        "policy": {"optimizer": "sgd", "learning_rate": 0.1, "gradient_checkpointing": False},
     }
     for name, section in sections.items():
         config[name] = config.get(name, {}) | section

@@ -17,7 +17,7 @@ pytestmark = needs_cpu_engine
 WORKER = str(ROOT / "tests" / "dist" / "worker_engine.py")
 NUM_RANKS = 2
 EOS = 257
-MAX_COMPLETION_LENGTH = 8
+MAX_COMPLETION_LENGTH = 4
 CELLS = ["process_state", "uneven_engines", "trained_tokens", "first_step", "tokens_over_steps", "sync",
          "engine_states"]
 CORE = [("tied", 1), ("untied", 2)]

@@ -69,7 +69,7 @@ class Bench:
 
         self.rollout._llm.generate = recorded
 
-    def parts(self, zero_stage, *, temperature=1.0, beta=0.0, recompute=False, learning_rate=0.5, user_loss=None):
+    def parts(self, zero_stage, *, temperature=1.0, beta=0.0, recompute=False, learning_rate=0.1, user_loss=None):
         """Parts of a fresh policy on the engine, not yet synced."""
         config = self.config
         config.policy.zero_stage, config.policy.learning_rate = zero_stage, learning_rate
@@ -207,7 +207,7 @@ def cell_sync(bench):
 def cell_tokens_over_steps(bench):
     """The same requests before, and after each of two steps, at learning rate 0 and at a real one."""
     found = {}
-    for name, learning_rate, stage in (("frozen", 0.0, 2), ("real", 2.0, 2), ("frozen sharded", 0.0, 3)):
+    for name, learning_rate, stage in (("frozen", 0.0, 2), ("real", 0.1, 2), ("frozen sharded", 0.0, 3)):
         parts = bench.parts(stage, learning_rate=learning_rate)
         step_module.sync(parts)
         found[name] = [bench.tokens(parts)]

@@ -19,20 +19,15 @@ def inputs(tmp_path_factory):
     return model, launching.write_jsonl(folder / "train.jsonl", launching.make_rows(64, seed=1))
 
 
-def run_program(inputs, tmp_path, num_ranks=1, env=None, **sections):
+def run_program(inputs, tmp_path, **sections):
     model, train = inputs
-    sections = {"run": {"output_dir": str(tmp_path / "run"), "max_steps": STEPS}, "mesh": {"device": "cuda"},
-                "model": {"path": str(model), "dtype": "bfloat16"}} | sections
+    sections = {"run": {"output_dir": str(tmp_path / "run"), "max_steps": STEPS}, "mesh": {"device": "cuda"}} | sections
     rollout = {"num_generations": 4, "max_completion_length": 6, "enforce_eager": True, "gpu_memory_utilization": 0.3}
     rollout |= sections.pop("rollout", {})
     config = launching.write_config(tmp_path / "config.yaml", model, train, tmp_path / "run", rollout=rollout,
                                     **sections)
-    arguments = ["-m", "spmd_rl.train", "--config", str(config)]
-    if num_ranks == 1:
-        launching.run(arguments, timeout_s=240, env=env).succeeded()
-    else:
-        for finished in launching.without_launcher(num_ranks, arguments, timeout_s=240, env=env):
-            finished.succeeded()
+    launching.run(["-m", "spmd_rl.train", "--config", str(config), "--model.dtype", "bfloat16"],
+                  timeout_s=240).succeeded()
     with open(tmp_path / "run" / "metrics.jsonl") as file:
         return [json.loads(line) for line in file]
 
@@ -67,9 +62,10 @@ def test_two_ranks_on_one_device(tensor_parallel_size, inputs, tmp_path):
     config = launching.write_config(
         tmp_path / "config.yaml", model, train, tmp_path / "run", rollout=rollout,
         run={"output_dir": str(tmp_path / "run"), "max_steps": STEPS}, mesh={"device": "cuda"},
-        model={"path": str(model), "dtype": "bfloat16"}, policy={"zero_stage": 3, "learning_rate": 0.1},
+        policy={"zero_stage": 3, "learning_rate": 0.1},
         vllm={"kv_cache_memory_bytes": 2**30, "disable_custom_all_reduce": True})
-    for finished in launching.without_launcher(2, [str(wrapper), "train", "--config", str(config)], timeout_s=240):
+    arguments = [str(wrapper), "train", "--config", str(config), "--model.dtype", "bfloat16"]
+    for finished in launching.without_launcher(2, arguments, timeout_s=240):
         finished.succeeded()
     with open(tmp_path / "run" / "metrics.jsonl") as file:
         rows = [json.loads(line) for line in file]

@@ -1,0 +1,54 @@
+"""A fault on one rank ends all ranks within seconds, with that rank's traceback and phase.
+
+Under torchrun, which ends the peers itself, and as plain processes, where only the abort key in the store can.
+"""
+
+import re
+
+import pytest
+from launching import ROOT, needs_cpu_engine, torchrun, without_launcher, write_config
+
+pytestmark = needs_cpu_engine
+FAILING = str(ROOT / "tests" / "e2e" / "failing.py")
+MAX_SECONDS = 30
+# Where the fault is -> the phase that the message names.
+PHASE = {"generation": "rollout", "reward": "reward", "backward": "train", "sync": "sync"}
+CORE = [("generation", 0, "processes"), ("reward", 1, "torchrun"), ("backward", 1, "processes"),
+        ("sync", 0, "torchrun")]
+WHOLE = [(where, rank, how) for where in PHASE for rank in (0, 1) for how in ("torchrun", "processes")]
+ROWS = CORE + [pytest.param(*row, marks=pytest.mark.long) for row in WHOLE if row not in CORE]
+
+
+@pytest.fixture(scope="module")
+def config(model, prompts, tmp_path_factory):
+    """Sharded weights, small buckets: peers of a rank that leaves a gather or a backward wait inside it. The time-out
+    is far above what a test allows."""
+    folder = tmp_path_factory.mktemp("failure")
+    return write_config(
+        folder / "config.yaml", model, prompts / "train.jsonl", folder / "run", mesh={"timeout_s": 1800},
+        policy={"zero_stage": 3}, weight_sync={"bucket_mib": 1}, rewards={"functions": [f"{FAILING}:reward"]},
+        batch={"max_tokens_per_microbatch": 16})
+
+
+@pytest.mark.parametrize("where, rank, how", ROWS)
+def test_fault_on_one_rank_ends_all(config, where, rank, how):
+    """Exit codes are not 0, the output has the failing rank, its phase and its traceback, and the last process ends
+    within 30 s of the fault."""
+    arguments = [FAILING, where, str(rank), "--config", str(config)]
+    env = {"FAILING_RANK": str(rank) if where == "reward" else "none"}
+    if how == "torchrun":
+        finished = [torchrun(2, arguments, timeout_s=120, env=env)]
+    else:
+        finished = without_launcher(2, arguments, timeout_s=120, env=env)
+    output = "\n".join(process.output for process in finished)
+    assert all(process.returncode != 0 for process in finished), output[-4000:]
+    injected = re.findall(r"injected at ([\d.]+)", output)
+    assert len(injected) == 1, output[-4000:]
+    assert max(process.ended for process in finished) - float(injected[0]) < MAX_SECONDS
+    assert f"[rank {rank}] failed in phase {PHASE[where]}:\nTraceback (most recent call last)" in output
+    assert f"InjectedFault: a fault in {where}" in output
+    assert f", in fail\n    raise InjectedFault(f\"a fault in {{where}}\")" in output
+    if how == "processes":
+        peer = finished[1 - rank].output
+        assert f"[rank {1 - rank}] leaves: " in peer, peer[-4000:]
+        assert "failed in phase" in peer.split("leaves: ")[1] or "store is gone" in peer.split("leaves: ")[1]

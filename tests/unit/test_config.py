@@ -1,0 +1,412 @@
+"""Options: what is given is used, and what cannot be used is refused with field, value and fix."""
+
+import dataclasses
+import sys
+
+import pytest
+import yaml
+
+from spmd_rl.config import (ALLOCATOR_VARIABLES, DEEPSPEED_OWNED, REFUSED_RAW, VLLM_OWNED, Config, ConfigError,
+                            as_dict, load_function, parse, validate)
+
+SECTIONS = [f.name for f in dataclasses.fields(Config)]
+
+
+@pytest.fixture
+def good(tmp_path, monkeypatch):
+    """A config that validates on 4 ranks; a test then spoils one thing."""
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    config = Config()
+    config.model.path = "model"
+    config.data.train = str(tmp_path / "train.jsonl")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a"}\n')
+    config.run.output_dir = str(tmp_path / "run")
+    return config
+
+
+def set_field(config, name, value):
+    section, _, field = name.partition(".")
+    setattr(getattr(config, section), field, value)
+
+
+def nested(path, value):
+    """{"a": {"b": value}} of "a.b"."""
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value
+
+
+def write(tmp_path, text):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+# Reading. -------------------------------------------------------------------------------------------------------------
+
+
+def test_no_option_gives_the_defaults():
+    """Nothing said is the dataclasses' defaults, and no dry run."""
+    assert parse([]) == (Config(), False)
+
+
+def test_two_parses_share_nothing():
+    """Lists and raw options of one config are not another's: a default made once would be."""
+    first, second = parse([])[0], parse([])[0]
+    first.rewards.functions.append("x")
+    first.rollout.stop.append("x")
+    first.vllm["x"] = 1
+    assert second == Config() == parse([])[0]
+
+
+@pytest.mark.parametrize("text, number", [("1e-4", 1e-4), ("1.0e-04", 1e-4), ("0.0001", 1e-4), ("1E-4", 1e-4),
+                                          ("1", 1.0)])
+def test_a_float_in_yaml_is_a_number_however_it_is_written(tmp_path, text, number):
+    """1e-4 is a float in a file and on the command line: YAML 1.1 reads it as text."""
+    path = write(tmp_path, f"policy:\n  learning_rate: {text}\n")
+    for args in (["--config", path], ["--policy.learning_rate", text]):
+        rate = parse(args)[0].policy.learning_rate
+        assert rate == number and isinstance(rate, float)
+
+
+def test_later_options_win(tmp_path):
+    """Defaults, then the file, then what follows it on the command line; other fields of a section stay."""
+    path = write(tmp_path, "rollout:\n  temperature: 0.7\n  top_k: 5\n")
+    config, _ = parse(["--config", path, "--rollout.temperature", "0.8", "--dry_run"])
+    assert (config.rollout.temperature, config.rollout.top_k, config.rollout.top_p) == (0.8, 5, 1.0)
+    assert parse(["--config", path, "--dry_run"])[1] is True
+
+
+@pytest.mark.parametrize("section", ["deepspeed", "vllm"])
+@pytest.mark.parametrize("text, value", [("7", 7), ("0.5", 0.5), ("1e-4", 1e-4), ("true", True), ("null", None),
+                                         ("fp8", "fp8"), ("[1, 2]", [1, 2]), ("{a: 1}", {"a": 1})])
+def test_raw_options_of_the_command_line_are_typed(section, text, value):
+    """--vllm.KEY VALUE has the type that the value has in a YAML file of this program."""
+    found = getattr(parse([f"--{section}.some_key", text])[0], section)
+    assert found == {"some_key": value}
+    assert type(found["some_key"]) is type(value)
+
+
+@pytest.mark.parametrize("value", [7, 0.5, 1e-4, True, None, "fp8", [1, "2"], {"a": {"b": "x"}}])
+@pytest.mark.parametrize("section", ["deepspeed", "vllm"])
+def test_raw_options_of_a_file_are_taken_as_they_are(tmp_path, section, value):
+    """A raw section arrives as the file has it, nested ones too."""
+    path = write(tmp_path, yaml.safe_dump({section: {"some_key": value}}))
+    assert getattr(parse(["--config", path])[0], section) == {"some_key": value}
+
+
+@pytest.mark.parametrize("value", ["7", "true", "null", "a: b", "{{ x }}", "{% if a %}b{% endif %}", "- x", "[", "no"])
+def test_a_quoted_text_in_a_raw_section_stays_text(tmp_path, value):
+    """What a file quotes is text: a revision "7" is no number, and a chat template no YAML to be read again."""
+    path = write(tmp_path, yaml.safe_dump({"vllm": {"chat_template": value}}))
+    assert parse(["--config", path])[0].vllm == {"chat_template": value}
+
+
+def test_dotted_raw_options_go_into_the_files_sections(tmp_path):
+    """A dotted option over a file changes that key; its neighbours in the file stay."""
+    path = write(tmp_path, yaml.safe_dump({"deepspeed": {"zero_optimization": {"overlap_comm": False},
+                                                         "wall_clock_breakdown": True}}))
+    found = parse(["--config", path, "--deepspeed.zero_optimization.reduce_bucket_size", "500"])[0].deepspeed
+    assert found == {"zero_optimization": {"overlap_comm": False, "reduce_bucket_size": 500},
+                     "wall_clock_breakdown": True}
+
+
+def test_dotted_raw_options_nest_and_add_up():
+    """--deepspeed.a.b 1 --deepspeed.a.c 2 is one nested section: the second does not drop the first."""
+    args = ["--deepspeed.zero_optimization.reduce_bucket_size", "500", "--deepspeed.zero_optimization.overlap_comm",
+            "false", "--deepspeed.wall_clock_breakdown", "true"]
+    assert parse(args)[0].deepspeed == {
+        "zero_optimization": {"reduce_bucket_size": 500, "overlap_comm": False}, "wall_clock_breakdown": True}
+
+
+def test_as_dict_goes_through_yaml_and_back(tmp_path):
+    """The config.yaml that a run writes is that run's config: no field is lost, none changes its type."""
+    args = ["--policy.learning_rate", "1e-7", "--loss.epsilon_high", "0.28", "--rollout.stop", '["a: b", "7"]',
+            "--rewards.weights", "[0.5]", "--data.eval", "x.jsonl", "--vllm.max_num_seqs", "64",
+            "--deepspeed.zero_optimization.overlap_comm", "false", "--policy.zero_stage", "3"]
+    config, _ = parse(args)
+    path = write(tmp_path, yaml.safe_dump(as_dict(config), sort_keys=False))
+    assert parse(["--config", path])[0] == config
+    assert list(as_dict(config)) == SECTIONS
+
+
+def test_print_config_prints_what_a_file_may_hold(capsys, tmp_path):
+    """--print_config prints the resolved config as YAML that reads back to it, and exits with 0."""
+    with pytest.raises(SystemExit) as exit_:
+        parse(["--policy.learning_rate", "1e-7", "--run.seed", "3", "--vllm.max_num_seqs", "64", "--print_config"])
+    assert exit_.value.code in (0, None)
+    config, _ = parse(["--config", write(tmp_path, capsys.readouterr().out)])
+    assert (config.policy.learning_rate, config.run.seed, config.vllm) == (1e-7, 3, {"max_num_seqs": 64})
+
+
+def test_help_has_a_line_for_every_field(capsys):
+    """Every option is in --help with its meaning."""
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    text = capsys.readouterr().out
+    for section in dataclasses.fields(Config):
+        if dataclasses.is_dataclass(section.default_factory):
+            for field in dataclasses.fields(section.default_factory):
+                assert f"--{section.name}.{field.name}" in text
+    assert "Sampling temperature" in text
+
+
+# Refusals of the reader. ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text, named", [
+    ("rolout:\n  temperature: 1.0\n", "rolout"), ("rollout:\n  temprature: 1.0\n", "temprature"),
+    ("temperature: 1.0\n", "temperature"), ("rollout:\n  temperature:\n    x: 1\n", "temperature"),
+    ("rollout:\n  num_generations: many\n", "num_generations"), ("rollout:\n  num_generations: 2.5\n",
+                                                                 "num_generations"),
+    ("rollout:\n  temperature: hot\n", "temperature"), ("rollout:\n  stop: a\n", "stop"),
+    ("policy:\n  zero_stage: 4\n", "zero_stage"), ("model:\n  dtype: float16\n", "dtype"),
+    ("data:\n  shuffle: 7\n", "shuffle"), ("rollout: 7\n", "rollout"), ("vllm: 7\n", "vllm"),
+    ("run:\n  seed: null\n", "seed"), ("memory:\n  swap: [engine]\n", "swap"), ("rollout: null\n", "rollout"),
+    ("vllm: null\n", "vllm"), ("deepspeed: null\n", "deepspeed"),
+    ("- a\n- b\n", "config"), ("rollout: {temperature: 1.0\n", "config"), ("just words\n", "config")])
+def test_a_file_that_does_not_fit_is_refused(tmp_path, text, named):
+    """Unknown key, wrong type, or no YAML mapping at all: ConfigError with the field, never a traceback.
+
+    An empty section (its fields commented out) is null in YAML; reading it as the defaults would be right too.
+    """
+    try:
+        config, _ = parse(["--config", write(tmp_path, text)])
+    except ConfigError as error:
+        assert named in str(error)
+    else:
+        assert text.endswith("null\n") and config == Config(), f"{text!r} was read as {config}"
+
+
+@pytest.mark.parametrize("args, named", [
+    (["--rollout.temprature", "1"], "temprature"), (["--rolout.temperature", "1"], "rolout"),
+    (["--rollout.num_generations", "2.5"], "num_generations"), (["--rollout.temperature", "hot"], "temperature"),
+    (["--policy.zero_stage", "5"], "zero_stage"), (["--dry_run", "maybe"], "dry_run"), (["stray"], "stray"),
+    (["--run.seed"], "seed")])
+def test_an_option_that_does_not_fit_is_refused(args, named):
+    """The same on the command line."""
+    with pytest.raises(ConfigError, match=named):
+        parse(args)
+
+
+@pytest.mark.parametrize("args", [["--rollout.temp", "0.5"], ["--run.max_step", "3"], ["--dry"], ["--conf", "x.yaml"],
+                                  ["--roll.temperature", "0.5"]])
+def test_abbreviations_are_refused(args):
+    """An abbreviation would change its meaning with the next option that begins like it."""
+    with pytest.raises(ConfigError):
+        parse(args)
+
+
+@pytest.mark.parametrize("kind", ["absent", "folder", "binary"])
+def test_a_config_file_that_cannot_be_read_is_refused(tmp_path, kind):
+    """No file, a folder, or bytes that are no text: ConfigError."""
+    path = tmp_path / "config.yaml"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "binary":
+        path.write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(ConfigError):
+        parse(["--config", str(path)])
+
+
+# Refusals of the checks. ----------------------------------------------------------------------------------------------
+
+
+def test_a_good_config_is_taken(good):
+    """The config that the tests below spoil is itself good, on 1, 2 and 4 ranks."""
+    for world_size in (1, 2, 4):
+        validate(good, world_size)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("name, value", [
+    ("model.path", ""), ("data.train", ""), ("run.max_steps", 0), ("run.max_steps", -1), ("run.seed", -1),
+    ("mesh.timeout_s", 0.0), ("data.max_prompt_length", 0), ("rollout.num_generations", 0),
+    ("rollout.num_generations", 1), ("rollout.max_completion_length", 0), ("rollout.temperature", -0.5),
+    ("rollout.temperature", NAN), ("rollout.temperature", INF), ("rollout.top_p", 0.0), ("rollout.top_p", 1.1),
+    ("rollout.min_p", -0.1), ("rollout.top_k", -1), ("rollout.min_tokens", 257),
+    ("rollout.gpu_memory_utilization", 0.0), ("rollout.gpu_memory_utilization", 1.0), ("rollout.repetition_penalty", 0.0), ("rollout.tensor_parallel_size", 0),
+    ("batch.prompts_per_step", 0), ("batch.max_tokens_per_microbatch", 0), ("loss.epsilon", -0.1),
+    ("loss.epsilon", 1.0), ("loss.epsilon_high", -0.1), ("loss.beta", -0.1), ("loss.beta", NAN),
+    ("loss.loss_type", "ppo"), ("rewards.functions", []), ("rewards.weights", [1.0, 2.0]), ("rewards.weights", []),
+    ("policy.learning_rate", -1e-6), ("policy.learning_rate", NAN), ("policy.learning_rate", INF),
+    ("policy.max_grad_norm", -1.0), ("policy.logprob_memory_gib", 0.0), ("weight_sync.bucket_mib", 0),
+    ("checkpoint.export_steps", -1), ("checkpoint.max_shard_gib", 0.0), ("evaluate.eval_steps", 5),
+    ("data.train", "no/such/file.jsonl"), ("data.eval", "no/such/file.jsonl")])
+def test_a_number_out_of_range_is_refused_by_name(good, name, value):
+    """A value that cannot run is refused with the field and the value, before anything is loaded."""
+    set_field(good, name, value)
+    with pytest.raises(ConfigError) as error:
+        validate(good, 4)
+    assert name in str(error.value) and repr(value) in str(error.value)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -0.0])
+def test_case_75_temperature_zero_is_refused(good, temperature):
+    """Training at T = 0 has no distribution to take log-probs of."""
+    good.rollout.temperature = temperature
+    with pytest.raises(ConfigError, match="rollout.temperature.*above 0"):
+        validate(good, 1)
+
+
+def test_a_regex_reward_needs_its_pattern(good):
+    """A reward without what it needs is refused by the field that is missing."""
+    good.rewards.functions = ["regex"]
+    with pytest.raises(ConfigError, match="rewards.regex_pattern"):
+        validate(good, 1)
+
+
+def test_a_group_of_one_is_taken_where_nothing_is_divided(good):
+    """One completion a prompt has no deviation: refused with scaling only."""
+    good.rollout.num_generations = 1
+    good.advantages.scale_rewards = "none"
+    validate(good, 1)
+
+
+@pytest.mark.parametrize("tp, world_size, fits", [(3, 4, [1, 2, 4]), (2, 1, [1]), (4, 6, [1, 2, 3, 6]),
+                                                  (8, 4, [1, 2, 4])])
+def test_tensor_parallel_size_must_divide_the_ranks(good, tp, world_size, fits):
+    """The error lists the sizes that fit."""
+    good.rollout.tensor_parallel_size = tp
+    with pytest.raises(ConfigError, match="rollout.tensor_parallel_size") as error:
+        validate(good, world_size)
+    assert str(tp) in str(error.value) and str(fits) in str(error.value)
+
+
+@pytest.mark.parametrize("prompts, tp, world_size, fix", [(10, 1, 4, "set 8 or 12"), (3, 1, 4, "set 4"),
+                                                          (5, 2, 4, "set 4 or 6"), (7, 1, 2, "set 6 or 8")])
+def test_prompts_must_divide_over_the_engines(good, prompts, tp, world_size, fix):
+    """The error names the two nearest numbers that fit."""
+    good.batch.prompts_per_step, good.rollout.tensor_parallel_size = prompts, tp
+    with pytest.raises(ConfigError, match=f"batch.prompts_per_step is {prompts}.*{fix}$"):
+        validate(good, world_size)
+
+
+OWNED = [("deepspeed", k, v) for k, v in DEEPSPEED_OWNED.items()] + [("vllm", k, v) for k, v in VLLM_OWNED.items()]
+
+
+@pytest.mark.parametrize("value", [1, 0, True, False, "x", {"enabled": True}, {}])
+@pytest.mark.parametrize("section, option, owner", OWNED)
+def test_a_raw_option_that_a_field_owns_is_refused(good, section, option, owner, value):
+    """A raw option may not say what a field of ours says: with both, one of them would be ignored in silence."""
+    setattr(good, section, nested(option, value))
+    with pytest.raises(ConfigError) as error:
+        validate(good, 1)
+    assert f"{section}.{option}" in str(error.value) and owner in str(error.value)
+
+
+@pytest.mark.parametrize("section, raw", [
+    ("deepspeed", {"zero_optimization": {"overlap_comm": False, "stage3_max_live_parameters": 7}}),
+    ("deepspeed", {"wall_clock_breakdown": True}), ("vllm", {"max_num_seqs": 64, "compilation_config": {"level": 3}}),
+    ("vllm", {"enable_lora": False}), ("vllm", {"data_parallel_size": 1}), ("vllm", {"quantization": None}),
+    ("deepspeed", {"sequence_parallel_size": 1})])
+def test_other_raw_options_pass(good, section, raw):
+    """What no field owns goes through, and so does a refused option that asks for nothing."""
+    setattr(good, section, raw)
+    validate(good, 1)
+
+
+ASKED = {"vllm.enable_lora": [True], "vllm.data_parallel_size": [2], "vllm.pipeline_parallel_size": [2],
+         "vllm.enable_expert_parallel": [True], "vllm.quantization": ["fp8", "awq"],
+         "vllm.weight_transfer_config": [{"backend": "ipc"}], "deepspeed.sequence_parallel_size": [2],
+         "deepspeed.tensor_parallel": [{"autotp_size": 2}, {"enabled": True}]}
+
+
+@pytest.mark.parametrize("option, value", [(option, value) for option in REFUSED_RAW for value in ASKED[option]])
+def test_what_is_not_supported_is_refused_by_name(good, option, value):
+    """Decision 11: the error says what it is. True equals 1 in Python, but asks for something where 1 does not."""
+    section, _, key = option.partition(".")
+    setattr(good, section, {key: value})
+    with pytest.raises(ConfigError) as error:
+        validate(good, 1)
+    assert option in str(error.value) and REFUSED_RAW[option] in str(error.value)
+
+
+@pytest.mark.parametrize("text", [
+    "expandable_segments:True", "expandable_segments:true", " expandable_segments : True ",
+    "max_split_size_mb:128,expandable_segments:True", "expandable_segments:True,max_split_size_mb:128",
+    "roundup_power2_divisions:[256:1,512:2],expandable_segments:True,garbage_collection_threshold:0.8"])
+@pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
+def test_expandable_segments_are_refused_in_each_variable(good, monkeypatch, name, text):
+    """The option breaks memory handles and the sleep pool under either name, wherever in the string it stands."""
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError, match=f"{name} is .*expandable_segments"):
+        validate(good, 1)
+
+
+@pytest.mark.parametrize("text", ["", "expandable_segments:False", "max_split_size_mb:128",
+                                  "max_split_size_mb:128,expandable_segments:False"])
+@pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
+def test_other_allocator_options_stay(good, monkeypatch, name, text):
+    """Other options are no business of ours."""
+    monkeypatch.setenv(name, text)
+    validate(good, 1)
+
+
+def test_expandable_segments_in_both_variables_at_once(good, monkeypatch):
+    """The one that is off does not hide the one that is on."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(ConfigError, match="PYTORCH_CUDA_ALLOC_CONF"):
+        validate(good, 1)
+
+
+@pytest.mark.parametrize("name", ["data.train", "data.eval"])
+def test_case_19_a_folder_in_place_of_a_file_is_refused(good, tmp_path, name):
+    """A directory is found before any GPU work, by the field's name."""
+    set_field(good, name, str(tmp_path))
+    with pytest.raises(ConfigError, match=name):
+        validate(good, 1)
+
+
+def test_an_output_folder_that_is_a_file_is_refused(good, tmp_path):
+    """Found at the start, not at the first write."""
+    good.run.output_dir = good.data.train
+    with pytest.raises(ConfigError, match="run.output_dir"):
+        validate(good, 1)
+
+
+# The user's own functions. --------------------------------------------------------------------------------------------
+
+
+def test_a_function_is_found_by_module_and_by_file(tmp_path, monkeypatch):
+    """module:function is looked for on the path and in the working directory, file.py:function where it says."""
+    (tmp_path / "my_own_reward.py").write_text("def score(x):\n    return x + 1\n")
+    assert load_function("os.path:basename", "f")("a/b") == "b"
+    assert load_function(f"{tmp_path}/my_own_reward.py:score", "f")(1) == 2
+    sys.modules.pop("my_own_reward", None)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert load_function("my_own_reward:score", "f")(1) == 2
+    sys.modules.pop("my_own_reward", None)
+
+
+@pytest.mark.parametrize("name", ["no_such_module_x:f", "no_such_module_x.y:f", "os.no_such_module:f", "os:no_such",
+                                  "os:sep", "no/such/file.py:f", "os:", ":f", ":"])
+def test_a_function_that_is_not_there_is_refused(name):
+    """ConfigError with the field and the name, for each part that can be wrong."""
+    with pytest.raises(ConfigError, match="rewards.functions") as error:
+        load_function(name, "rewards.functions")
+    assert repr(name) in str(error.value)
+
+
+def test_an_error_inside_the_users_module_is_shown_as_it_is(tmp_path):
+    """A mistake in the user's file is the user's to see: not "no such module"."""
+    (tmp_path / "broken_reward.py").write_text("import no_such_thing_at_all\n")
+    with pytest.raises(ModuleNotFoundError, match="no_such_thing_at_all"):
+        load_function(f"{tmp_path}/broken_reward.py:f", "f")
+
+
+def test_a_file_named_like_a_library_replaces_nothing(tmp_path):
+    """A user's colorsys.py is loaded as such, and `import colorsys` means what it meant."""
+    import colorsys
+
+    (tmp_path / "colorsys.py").write_text("def score(x):\n    return 'mine'\n")
+    try:
+        assert load_function(f"{tmp_path}/colorsys.py:score", "f")(1) == "mine"
+        assert sys.modules["colorsys"] is colorsys
+    finally:
+        sys.modules["colorsys"] = colorsys
