@@ -40,11 +40,13 @@ make_model() {
 
 bash launch/setup_env.sh gym
 source .venv/bin/activate
+# One thread a rank on two cores; libraries' notes about their own future would drown the lines of metrics.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=ignore::FutureWarning
 make_prompts "$seed" "$train" "$heldout"
-make_model
+OMP_NUM_THREADS=$(nproc) make_model
 torchrun --standalone --nproc_per_node 2 -m spmd_rl.train --config launch/configs/quickstart.yaml \
     --model.path $model --data.train "$train" --data.eval "$heldout" --run.seed "$seed" --run.output_dir $run
-echo
+spmd-rl report $run
 echo "starting model  $model"
 echo "prompts         $train, $heldout"
 echo "run             $run:"

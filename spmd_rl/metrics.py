@@ -4,8 +4,9 @@ import contextlib
 import glob
 import json
 import os
+import statistics
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -180,12 +181,17 @@ class Console:
     BAR_WIDTH = 20
 
     def __init__(self, max_steps: int) -> None:
-        self._max_steps, self._start = max_steps, time.monotonic()
+        self._max_steps = max_steps
+        self._step_seconds: deque[float] = deque(maxlen=20)  # the last ones: the first few compile
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
+        if "timing/step" in metrics:
+            self._step_seconds.append(metrics["timing/step"])
         filled = self.BAR_WIDTH * step // self._max_steps
-        left_s = (time.monotonic() - self._start) * (self._max_steps - step) / step if step else float("nan")
-        left = f"{int(left_s) // 60}:{int(left_s) % 60:02d} left" if step else "starting"
+        left = "starting"
+        if self._step_seconds:
+            left_s = round(statistics.median(self._step_seconds) * (self._max_steps - step))
+            left = f"{left_s // 60}:{left_s % 60:02d} left"
         shown = "  ".join(f"{label} {metrics[name]:.4g}" for name, label in self.SHOWN.items() if name in metrics)
         print(f"[{'#' * filled}{'.' * (self.BAR_WIDTH - filled)}] step {step}/{self._max_steps}, {left}  {shown}",
               flush=True)

@@ -48,7 +48,7 @@ def completions_of(step, vocabulary=256):
 
 def run_cell(cell, model, folder, mesh):
     config = Config(
-        run=RunConfig(max_steps=len(STEPS)), model=ModelConfig(path=model, dtype="float32"),
+        run=RunConfig(max_steps=len(STEPS)), model=ModelConfig(path=model, dtype=cell["dtype"]),
         rollout=RolloutConfig(temperature=TEMPERATURE, max_completion_length=MAX_LENGTH),
         batch=BatchConfig(max_tokens_per_microbatch=cell["budget"]),
         loss=LossConfig(loss_type=cell["loss_type"], beta=cell["beta"]),

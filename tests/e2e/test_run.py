@@ -19,7 +19,8 @@ NUM_STEPS = 3
 LEFT_OUT = ("timing/", "perf/", "memory/")  # what "equal metrics" does not compare
 LEAKS = ("destroy_process_group", "leaked", "resource_tracker", "Traceback", "atexit")
 STEP_METRICS = {
-    "reward", "reward_std", "frac_reward_zero_std", "rewards/exact_match/mean", "kl", "entropy", "loss",
+    "reward", "reward_std", "frac_reward_zero_std", "rewards/exact_match/mean", "rewards/regex/mean", "kl", "entropy",
+    "loss",
     "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "completions/mean_length",
     "completions/min_length", "completions/max_length", "completions/clipped_ratio", "grad_norm", "learning_rate",
     "sampling/sampling_logp_difference/mean", "sampling/importance_sampling_ratio/mean", "num_tokens",
@@ -47,6 +48,7 @@ def runs(model, prompts, tmp_path_factory):
     config = write_config(
         base / "config.yaml", model, prompts / "train.jsonl", folders["plain"],
         run={"max_steps": NUM_STEPS}, data={"eval": str(prompts / "heldout.jsonl")}, loss={"beta": 0.1},
+        rewards={"functions": ["exact_match", "regex"], "regex_pattern": "^[0-4]"},
         evaluate={"eval_steps": 2}, checkpoint={"export_steps": 2})
     program = ["-m", "spmd_rl.train"]
     found = {"plain": Run(run([*program, "--config", str(config)], timeout_s=120).succeeded(), folders["plain"])}
@@ -73,9 +75,15 @@ def test_metrics_file_has_the_names(finished_run):
         assert STEP_METRICS | STEP_TIMES <= line.keys(), STEP_METRICS | STEP_TIMES - line.keys()
         assert all(isinstance(value, (int, float)) and abs(value) < 1e9 for value in line.values())
         assert any(name.startswith("memory/") for name in line) and any(name.startswith("perf/") for name in line)
-        assert line["timing/step"] >= line["timing/rollout"] + line["timing/learn"] + line["timing/sync"]
     for line in finished_run.evaluations:
         assert EVAL_METRICS <= line.keys()
+
+
+def test_phases_fit_into_the_step(finished_run):
+    """Seconds of a step's phases add up to no more than the step: start-up and evaluation are not among them."""
+    for line in finished_run.steps:
+        phases = ("rollout", "reward", "learn", "sync")
+        assert sum(line[f"timing/{phase}"] for phase in phases) <= line["timing/step"], f"step {line['step']}"
 
 
 def test_first_step_identities(finished_run):
@@ -125,7 +133,6 @@ def test_export_is_a_model_folder(finished_run, model, name):
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     assert loaded.dtype == torch.float32 and loaded.config.dtype == torch.float32
     assert all(torch.equal(tensor, found[key]) for key, tensor in loaded.state_dict().items() if key in found)
-    assert json.loads((folder / "config.json").read_text()) == json.loads((model / "config.json").read_text())
     tokenizer, own = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(model)
     assert tokenizer.get_vocab() == own.get_vocab() and tokenizer.eos_token_id == own.eos_token_id
     assert tokenizer.chat_template == own.chat_template
@@ -134,6 +141,12 @@ def test_export_is_a_model_folder(finished_run, model, name):
     assert any(not torch.equal(tensor, source[key]) for key, tensor in found.items())
     other = load_file(finished_run.folder / ("export-2" if name == "export" else "export") / "model.safetensors")
     assert any(not torch.equal(tensor, other[key]) for key, tensor in found.items())
+
+
+def test_exported_config_is_the_sources(finished_run, model):
+    """config.json says what the source's says: whoever generates with the export does so as with the source."""
+    found = json.loads((finished_run.folder / "export" / "config.json").read_text())
+    assert found == json.loads((model / "config.json").read_text())
 
 
 def test_summary_and_folder(finished_run):

@@ -8,6 +8,7 @@ import pytest
 pytestmark = pytest.mark.gpu
 
 STEPS = 3
+REWARDS = {"functions": ["regex"], "regex_pattern": "[0-4]"}  # some completions of a hardly trained model have it
 # Mean |sampler - policy| log-prob in bf16: both round every activation, in kernels of their own.
 SAMPLER_GAP = 0.03
 
@@ -25,7 +26,7 @@ def run_program(inputs, tmp_path, **sections):
     rollout = {"num_generations": 4, "max_completion_length": 6, "enforce_eager": True, "gpu_memory_utilization": 0.3}
     rollout |= sections.pop("rollout", {})
     config = launching.write_config(tmp_path / "config.yaml", model, train, tmp_path / "run", rollout=rollout,
-                                    **sections)
+                                    rewards=REWARDS, **sections)
     launching.run(["-m", "spmd_rl.train", "--config", str(config), "--model.dtype", "bfloat16"],
                   timeout_s=240).succeeded()
     with open(tmp_path / "run" / "metrics.jsonl") as file:
@@ -62,7 +63,7 @@ def test_two_ranks_on_one_device(tensor_parallel_size, inputs, tmp_path):
     config = launching.write_config(
         tmp_path / "config.yaml", model, train, tmp_path / "run", rollout=rollout,
         run={"output_dir": str(tmp_path / "run"), "max_steps": STEPS}, mesh={"device": "cuda"},
-        policy={"zero_stage": 3, "learning_rate": 0.1},
+        policy={"zero_stage": 3, "learning_rate": 0.1}, rewards=REWARDS,
         vllm={"kv_cache_memory_bytes": 2**30, "disable_custom_all_reduce": True})
     arguments = [str(wrapper), "train", "--config", str(config), "--model.dtype", "bfloat16"]
     for finished in launching.without_launcher(2, arguments, timeout_s=240):

@@ -1,0 +1,146 @@
+"""Export: what is written is what was there, and a folder with the final name is whole."""
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from spmd_rl.checkpoint import REPLACED, WRITING, ShardWriter, _replace, export
+from spmd_rl.config import Config, ModelConfig
+from spmd_rl.model import build, load_hf_config, read_weights, weight_files
+from spmd_rl.prompts import load_tokenizer
+
+TENSORS = {
+    "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),  # 24 bytes
+    "b": torch.arange(8, dtype=torch.bfloat16),  # 16
+    "c": torch.full((3,), -0.5),  # 12
+    "d": torch.tensor(7.0),  # 4, without axes
+}
+# Largest file -> names in each: 24 + 16 = 40 fits 40 and not 39; a tensor above the limit has a file of its own.
+SHARDS = {1000: [["a", "b", "c", "d"]], 56: [["a", "b", "c", "d"]], 40: [["a", "b"], ["c", "d"]],
+          39: [["a"], ["b", "c", "d"]], 16: [["a"], ["b"], ["c", "d"]], 1: [["a"], ["b"], ["c"], ["d"]]}
+
+
+@pytest.mark.parametrize("max_bytes", SHARDS)
+def test_files_hold_every_tensor_once_within_their_size(tmp_path, max_bytes):
+    """Names, values and types come back through the index; files are filled in order to the limit."""
+    folder = str(tmp_path / "out")
+    writer = ShardWriter(folder, max_bytes)
+    for name, tensor in TENSORS.items():
+        writer.add(name, tensor)
+    writer.finish()
+    files = weight_files(folder)
+    shards = SHARDS[max_bytes]
+    assert [sorted(n for n in files if files[n] == path) for path in sorted(set(files.values()))] == shards
+    count = len(shards)
+    names = {"model.safetensors"} if count == 1 else {f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+                                                      for i in range(count)} | {"model.safetensors.index.json"}
+    assert set(os.listdir(folder)) == names
+    for name, tensor in read_weights(files, list(TENSORS)):
+        assert tensor.dtype == TENSORS[name].dtype and torch.equal(tensor, TENSORS[name])
+    if count > 1:
+        with open(os.path.join(folder, "model.safetensors.index.json")) as file:
+            assert json.load(file)["metadata"]["total_size"] == 56
+    with safe_open(next(iter(files.values())), "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}  # Transformers refuses a file that does not say
+
+
+def test_a_tensor_is_copied_when_it_is_added(tmp_path):
+    """The bucket that it came from is used again: what was added is what is written. Views are written whole."""
+    writer = ShardWriter(str(tmp_path / "out"), 1000)
+    base = torch.arange(12.0)
+    writer.add("x", base)
+    writer.add("y", base[2:4])  # shares storage with x, which safetensors refuses
+    writer.add("z", base.reshape(3, 4).T)
+    base.zero_()
+    writer.finish()
+    found = dict(read_weights(weight_files(str(tmp_path / "out")), ["x", "y", "z"]))
+    assert found["x"].tolist() == list(range(12))
+    assert found["y"].tolist() == [2, 3]
+    assert torch.equal(found["z"], torch.arange(12.0).reshape(3, 4).T)
+
+
+def test_what_an_export_that_was_cut_off_left_is_not_mixed_in(tmp_path):
+    """Older part files under the writing name are gone before the first new one."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "part-7").write_text("old")
+    writer = ShardWriter(str(folder), 1000)
+    writer.add("x", torch.ones(1))
+    writer.finish()
+    assert os.listdir(folder) == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("leftover", [False, True])
+def test_the_new_folder_takes_the_place_of_the_old_one(tmp_path, older, leftover):
+    """After it there is the new folder alone, whether or not there was one, or the rest of a cut-off exchange."""
+    folder = str(tmp_path / "export")
+    for name, made in ((folder, older), (folder + REPLACED, leftover), (folder + WRITING, True)):
+        if made:
+            os.makedirs(name)
+            with open(os.path.join(name, "file"), "w") as file:
+                file.write(name)
+    _replace(folder)
+    assert os.listdir(tmp_path) == ["export"]
+    with open(os.path.join(folder, "file")) as file:
+        assert file.read() == folder + WRITING
+
+
+def test_the_old_folder_stays_until_the_new_one_is_there(tmp_path, monkeypatch):
+    """An error at the last rename leaves the older folder's files, under one of the two names."""
+    folder = str(tmp_path / "export")
+    for name in (folder, folder + WRITING):
+        os.makedirs(name)
+        with open(os.path.join(name, "file"), "w") as file:
+            file.write(name)
+    rename = os.rename
+
+    def fails(source, target):
+        if source == folder + WRITING:
+            raise OSError("disk")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fails)
+    with pytest.raises(OSError, match="disk"):
+        _replace(folder)
+    kept = [name for name in (folder, folder + REPLACED) if os.path.exists(os.path.join(name, "file"))]
+    assert kept, "neither the old nor the new folder is left"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_an_export_loads_with_plain_transformers(model_folder, mesh, tmp_path, family, dtype, tied):
+    """The same keys, shapes and values as the model that was trained, in its type; tied weights once; with config,
+    tokenizer, template and generation config.
+    """
+    source = model_folder(family, tied=tied, dtype=getattr(torch, dtype))
+    config = Config(model=ModelConfig(path=source, dtype=dtype))
+    config.checkpoint.max_shard_gib = 20_000 / 2**30  # several files
+    hf_config = load_hf_config(config.model)
+    model = build(config.model, hf_config, 1.0)
+    policy = SimpleNamespace(hf_config=model.lm.config, full_weights=lambda size: (
+        (name, p.detach()) for name, p in model.lm.named_parameters()))
+    tokenizer = load_tokenizer(config.model)
+    folder = str(tmp_path / "export")
+    for _ in range(2):  # the second takes the place of the first
+        export(folder, policy, tokenizer, config, mesh)
+    assert os.listdir(tmp_path) == ["export"]
+    assert set(weight_files(folder)) == set(weight_files(source))
+    assert tied == ("lm_head.weight" not in weight_files(folder))
+    loaded, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    original = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    assert loaded.dtype == original.dtype == getattr(torch, dtype)
+    ids = torch.arange(20)[None]
+    assert torch.equal(loaded(ids).logits, original(ids).logits)
+    again = AutoTokenizer.from_pretrained(folder)
+    assert again.chat_template == tokenizer.chat_template and len(again) == len(tokenizer)
+    for name in ("eos_token_id", "pad_token_id", "temperature"):
+        assert getattr(GenerationConfig.from_pretrained(folder), name) == getattr(
+            GenerationConfig.from_pretrained(source), name)

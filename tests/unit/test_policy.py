@@ -1,0 +1,82 @@
+"""DeepSpeed's config from ours, and the buckets that weights are gathered in."""
+
+import pytest
+import torch
+
+from spmd_rl.config import Config
+from spmd_rl.policy import _buckets, _make_optimizer, deepspeed_config
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_our_fields_reach_deepspeed(stage, dtype):
+    """Stage, type and clipping are what the config says; clipping is there also at 0, or DeepSpeed clips at 1."""
+    config = Config()
+    config.model.dtype, config.policy.max_grad_norm = dtype, 0.0
+    found = deepspeed_config(config, stage)
+    assert found["zero_optimization"]["stage"] == stage
+    assert found["bf16"]["enabled"] == (dtype == "bfloat16")
+    assert found["gradient_clipping"] == 0.0
+    assert found["gradient_accumulation_steps"] == found["train_micro_batch_size_per_gpu"] == 1
+
+
+def test_raw_options_are_merged_key_by_key():
+    """A raw option joins its section: it does not take the section's place."""
+    config = Config(deepspeed={"zero_optimization": {"overlap_comm": False, "memory_efficient_linear": True},
+                               "wall_clock_breakdown": True})
+    found = deepspeed_config(config, 2)
+    assert found["zero_optimization"] == {"stage": 2, "overlap_comm": False, "memory_efficient_linear": True}
+    assert found["wall_clock_breakdown"] is True
+    assert config.deepspeed["zero_optimization"] == {"overlap_comm": False, "memory_efficient_linear": True}
+
+
+def parameters(sizes, dtype=torch.float32):
+    return [(f"p{i}", torch.nn.Parameter(torch.empty(n, dtype=dtype))) for i, n in enumerate(sizes)]
+
+
+@pytest.mark.parametrize("sizes, limit, expected", [
+    ([1, 2, 3, 4], 24, [[0, 1, 2], [3]]),  # 4 + 8 + 12 = 24 bytes fit
+    ([1, 2, 3, 4], 23, [[0, 1], [2], [3]]),
+    ([1, 100, 1], 24, [[0], [1], [2]]),  # the larger one alone
+    ([100], 4, [[0]]), ([], 24, []), ([1, 1, 1], 10**9, [[0, 1, 2]])])
+def test_buckets_keep_order_and_size(sizes, limit, expected):
+    """Neighbours together up to the limit in bytes, each parameter once, a larger one alone."""
+    found = [[name for name, _ in bucket] for bucket in _buckets(parameters(sizes), limit)]
+    assert found == [[f"p{i}" for i in bucket] for bucket in expected]
+
+
+def test_a_sharded_parameter_counts_as_a_whole_one():
+    """At stage 3 a parameter has no elements of its own: its size is ds_numel. bf16 is 2 bytes."""
+    named = parameters([0, 0], torch.bfloat16)
+    for _, parameter in named:
+        parameter.ds_numel = 10
+    assert len(list(_buckets(named, 39))) == 2 and len(list(_buckets(named, 40))) == 1
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_norms_and_biases_do_not_decay(weight_decay):
+    """Matrices decay, vectors do not; every trainable parameter is in one group; a frozen one in none."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2))
+    net[2].weight.requires_grad_(False)
+    config = Config()
+    config.policy.weight_decay, config.policy.learning_rate = weight_decay, 0.25
+    optimizer = _make_optimizer(net, config, torch.device("cpu"))
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert len(decays) == sum(len(group["params"]) for group in optimizer.param_groups) == 5
+    for name, parameter in net.named_parameters():
+        if parameter.requires_grad:
+            assert decays[id(parameter)] == (weight_decay if parameter.ndim == 2 else 0.0), name
+    assert all(group["lr"] == 0.25 for group in optimizer.param_groups)
+
+
+def test_sgd_is_plain():
+    """Without momentum or decay: one step is the weight less learning rate times gradient."""
+    net = torch.nn.Linear(1, 1, bias=False)
+    config = Config()
+    config.policy.optimizer, config.policy.learning_rate, config.policy.weight_decay = "sgd", 0.5, 0.1
+    before = net.weight.item()
+    optimizer = _make_optimizer(net, config, torch.device("cpu"))
+    for step in (1, 2):
+        net.weight.grad = torch.full((1, 1), 3.0)
+        optimizer.step()
+        assert net.weight.item() == pytest.approx(before - 1.5 * step)
