@@ -22,25 +22,17 @@ class PackedSegments:
         self.segment_ids_S = segment_ids_S
         self._masks: dict[int | None, Any] = {}
 
-    def mask(self, window: int | None) -> Any:
-        """Who sees whom: a BlockMask on CUDA, a boolean (1, 1, S, S) tensor elsewhere.
+    def block_mask(self, window: int | None) -> Any:
+        """FlexAttention's mask of who sees whom, made once a window.
 
         window: tokens that a position sees back, itself included; None is all. It counts within a
         segment, since tokens of a segment are neighbours in the row.
         """
         if window not in self._masks:
-            make = self._block_mask if self.segment_ids_S.is_cuda else self._dense_mask
-            self._masks[window] = make(window)
+            self._masks[window] = self._make_block_mask(window)
         return self._masks[window]
 
-    def _dense_mask(self, window: int | None) -> Tensor:
-        place = torch.arange(self.segment_ids_S.numel(), device=self.segment_ids_S.device)
-        back = place[:, None] - place[None, :]
-        same = self.segment_ids_S[:, None] == self.segment_ids_S[None, :]
-        seen = same & (back >= 0) if window is None else same & (back >= 0) & (back < window)
-        return seen[None, None]
-
-    def _block_mask(self, window: int | None) -> Any:
+    def _make_block_mask(self, window: int | None) -> Any:
         from torch.nn.attention.flex_attention import create_block_mask
 
         segments = self.segment_ids_S
@@ -80,7 +72,7 @@ def packed_attention(module: torch.nn.Module, query: Tensor, key: Tensor, value:
         raise ValueError(f"attention soft-capping ({softcap}) is not supported")
     window = sliding_window if isinstance(sliding_window, int) and sliding_window > 0 else None
     if query.is_cuda:
-        out = _flex(query, key, value, packed.mask(window), scaling)
+        out = _flex(query, key, value, packed.block_mask(window), scaling)
     else:
         out = _per_segment(query, key, value, packed, window, scaling)
     return out.transpose(1, 2), None

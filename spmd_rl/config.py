@@ -7,8 +7,11 @@ Nothing heavy is imported here, so that a typing error costs no start of an engi
 
 import importlib
 import importlib.util
+import math
 import os
+import re
 import sys
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
@@ -276,6 +279,8 @@ DEEPSPEED_OWNED = {
     "gradient_clipping": "policy.max_grad_norm",
     "bf16": "model.dtype",
     "fp16": "model.dtype",
+    "amp": "model.dtype",
+    "torch_autocast": "model.dtype",
     "train_batch_size": "batch.prompts_per_step",
     "train_micro_batch_size_per_gpu": "batch.max_tokens_per_microbatch",
     "gradient_accumulation_steps": "batch.max_tokens_per_microbatch",
@@ -330,19 +335,66 @@ def parse(args: list[str] | None = None, prog: str = "spmd_rl.train") -> tuple[C
         namespace = parser.parse_args(args)
     except (jsonargparse.ArgumentError, TypeError, ValueError, OSError) as error:
         raise ConfigError(f"{error}\nSee --help for the options and --print_config for their values.") from None
-    sections = {}
+    raw = _raw_sections(sys.argv[1:] if args is None else args)
+    sections: dict[str, Any] = {}
     for section in fields(Config):
-        value = namespace[section.name]
-        is_section = is_dataclass(section.default_factory)
-        sections[section.name] = section.default_factory(**vars(value)) if is_section else _typed(value)  # type: ignore
+        if is_dataclass(section.default_factory):
+            sections[section.name] = _section(section.name, section.default_factory, namespace[section.name])
+        else:
+            sections[section.name] = raw[section.name]
     return Config(**sections), namespace.dry_run
 
 
-def _typed(raw: Any) -> Any:
-    """Raw options as YAML reads them: a dotted option of the command line arrives as text."""
-    if isinstance(raw, dict):
-        return {key: _typed(value) for key, value in raw.items()}
-    return yaml.safe_load(raw) if isinstance(raw, str) else raw
+def _section(name: str, make: Any, given: Any) -> Any:
+    """The section's dataclass. Raises ConfigError for what the parser lets through: no mapping, or null for a value."""
+    if not isinstance(given, jsonargparse.Namespace):
+        raise ConfigError(f"{name} is {given!r}: give its options below it")
+    hints = typing.get_type_hints(make)
+    for key, value in vars(given).items():
+        if value is None and type(None) not in typing.get_args(hints[key]):
+            raise ConfigError(f"{name}.{key} is null: leave it out for its default, {getattr(make(), key)!r}")
+    return make(**vars(given))
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """Reads 1e-4 as a number, as the parser does (YAML 1.1 wants 1.0e-4)."""
+
+
+_YamlLoader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+                                  list("-+0123456789"))
+
+
+def _raw_sections(args: list[str]) -> dict[str, dict[str, Any]]:
+    """The raw sections as YAML has them, files and dotted options in order.
+
+    Read again here: the parser turns a quoted "7" of a file into a number, and leaves a nested 7 of the command
+    line text.
+    """
+    raw: dict[str, dict[str, Any]] = {section.name: {} for section in fields(Config)
+                                      if not is_dataclass(section.default_factory)}
+    for arg, following in zip(args, [*args[1:], ""]):
+        option, has_value, value = arg.partition("=")
+        value = value if has_value else following
+        section, _, path = option.removeprefix("--").partition(".")
+        if option == "--config":
+            with open(value, encoding="utf-8") as file:
+                given = yaml.load(file, _YamlLoader) or {}
+            for name in raw:
+                raw[name] = _merged(raw[name], given.get(name) or {})
+        elif option.startswith("--") and section in raw:
+            tree: Any = yaml.load(value, _YamlLoader)
+            for key in reversed(path.split(".") if path else []):
+                tree = {key: tree}
+            raw[section] = _merged(raw[section], tree or {})
+    return raw
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    result = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = _merged(result[key], value) if both else value
+    return result
 
 
 def as_dict(config: Config) -> dict[str, Any]:
@@ -369,6 +421,10 @@ def _require(good: bool, field_name: str, value: Any, fix: str) -> None:
 
 def _check_ranges(c: Config) -> None:
     r = c.rollout
+    for section, values in as_dict(c).items():
+        for key, value in values.items():
+            _require(not isinstance(value, float) or math.isfinite(value), f"{section}.{key}", value,
+                     "set a finite number")
     _require(bool(c.model.path), "model.path", c.model.path, "set it to a Hugging Face model folder")
     _require(bool(c.data.train), "data.train", c.data.train, "set it to a JSONL file with a `prompt` a line")
     positive = {
@@ -408,8 +464,6 @@ def _check_ranges(c: Config) -> None:
     _require(c.loss.loss_type in ("dapo", "grpo", "dr_grpo") or ":" in c.loss.loss_type, "loss.loss_type",
              c.loss.loss_type, "set dapo, grpo, dr_grpo, or your own as module:function")
     _require(bool(c.rewards.functions), "rewards.functions", c.rewards.functions, "name at least one")
-    _require(len(set(c.rewards.functions)) == len(c.rewards.functions), "rewards.functions", c.rewards.functions,
-             "name each once; weigh it by rewards.weights")
     weights = c.rewards.weights
     _require(weights is None or len(weights) == len(c.rewards.functions), "rewards.weights", weights,
              f"give one for each of the {len(c.rewards.functions)} rewards.functions")
@@ -435,12 +489,16 @@ def _check_raw(c: Config) -> None:
     for section, owned in (("deepspeed", DEEPSPEED_OWNED), ("vllm", VLLM_OWNED)):
         for path, value in _leaves(getattr(c, section)):
             refused = REFUSED_RAW.get(f"{section}.{path.split('.')[0]}")
-            # A falsy value (no LoRA, size 0 or 1) asks for nothing.
-            if refused and value not in (None, False, 0, 1, "", {}):
+            if refused and not _asks_for_nothing(value):
                 raise ConfigError(f"{section}.{path} is {value!r}: {refused} is not supported; remove it")
             owner = next((owned[p] for p in _prefixes(path) if p in owned), None)
             if owner:
                 raise ConfigError(f"{section}.{path} is {value!r}: set by {owner}; set that and remove this")
+
+
+def _asks_for_nothing(value: Any) -> bool:
+    """No LoRA, a size of 0 or 1; but True, which equals 1, asks for something."""
+    return value is not True and value in (None, False, 0, 1, "", {})
 
 
 def _check_files(c: Config) -> None:
@@ -479,10 +537,14 @@ def load_function(name: str, field: str) -> Callable[..., Any]:
     Raises ConfigError that names `field` where there is none; an error inside the module is shown as it is.
     """
     module_name, _, function_name = name.rpartition(":")
+    if not module_name or not function_name:
+        raise ConfigError(f"{field} has {name!r}: write module:function, or path/to/file.py:function")
     if module_name.endswith(".py"):
         if not os.path.isfile(module_name):
             raise ConfigError(f"{field} has {name!r}: no file {module_name}")
-        spec = importlib.util.spec_from_file_location(os.path.basename(module_name)[:-3], module_name)
+        # A name of its own: a file called json.py must not take the library's place.
+        own_name = f"spmd_rl_user_{os.path.basename(module_name)[:-3]}"
+        spec = importlib.util.spec_from_file_location(own_name, module_name)
         assert spec and spec.loader, f"no loader for {module_name}"
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
@@ -490,9 +552,13 @@ def load_function(name: str, field: str) -> Callable[..., Any]:
     else:
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())  # a console script does not look in the working directory by itself
-        if importlib.util.find_spec(module_name.split(".")[0]) is None:
-            raise ConfigError(f"{field} has {name!r}: no module {module_name} on the path or in {os.getcwd()}")
-        module = importlib.import_module(module_name)
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise  # the module is there, and misses another
+            where = f"on the path or in {os.getcwd()}"
+            raise ConfigError(f"{field} has {name!r}: no module {module_name} {where}") from None
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ConfigError(f"{field} has {name!r}: {module_name} has no function {function_name!r}")

@@ -45,9 +45,9 @@ class TiledLogprobs(torch.autograd.Function):
             logits = _logits(hidden_NH[part], weight_VH, temperature)
             normalizer_N[part] = normalizer = logits.logsumexp(-1)
             logprobs_N[part] = logits.gather(-1, target_ids_N[part, None])[:, 0] - normalizer
-            # H = log Z - sum p x; in place, the logits are not needed again.
-            expected = (logits.sub(normalizer[:, None]).exp_().mul_(logits)).sum(-1)
-            entropy_N[part] = normalizer - expected
+            # - sum p log p, and not log Z - sum p x, which cancels; in place, the logits are not needed again.
+            logits.sub_(normalizer[:, None])
+            entropy_N[part] = -logits.exp().mul_(logits).sum(-1)
         # Saving the parameter itself keeps ZeRO-3's re-gathered data visible in backward.
         ctx.save_for_backward(hidden_NH, weight_VH, target_ids_N, normalizer_N)
         ctx.temperature, ctx.tile = temperature, tile

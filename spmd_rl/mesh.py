@@ -44,10 +44,18 @@ class Ranks:
             raise ConfigError(f"the launcher set some rank variables but not {', '.join(missing)}: "
                               "start with torchrun, or with plain python for one rank")
         if "RANK" not in os.environ:
+            tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+            if tasks != "1":
+                raise ConfigError(f"srun started {tasks} tasks, but RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
+                                  "MASTER_PORT are not set: start one torchrun a node with srun")
             return cls(0, 1, 0)
+        for name in (*names[:3], "MASTER_PORT"):
+            if not os.environ[name].isdecimal():
+                raise ConfigError(f"{name} is {os.environ[name]!r}: the launcher must set it to a whole number")
         rank, world_size, local_rank = (int(os.environ[n]) for n in names[:3])
-        if not 0 <= rank < world_size:
-            raise ConfigError(f"RANK is {rank}: it must lie in 0..{world_size - 1} for WORLD_SIZE {world_size}")
+        for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank)):
+            if not 0 <= value < world_size:
+                raise ConfigError(f"{name} is {value}: it must lie in 0..{world_size - 1} for WORLD_SIZE {world_size}")
         return cls(rank, world_size, local_rank)
 
 

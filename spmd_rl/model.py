@@ -34,6 +34,7 @@ UNSUPPORTED = {
     "logit_scale": "scaled logits",
     "logits_scaling": "scaled logits",
     "quantization_config": "quantised weights",
+    "use_bidirectional_attention": "models without causal attention",
 }
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -46,7 +47,7 @@ def load_hf_config(config: ModelConfig) -> Any:
         raise ConfigError(f"model.path is {config.path!r}: no model config can be loaded from it ({error})") from None
     for name, what in UNSUPPORTED.items():
         value = getattr(hf_config, name, None)
-        if value not in (None, False, 0, 1.0):
+        if value is True or value not in (None, False, 0, 1.0):  # True equals 1.0
             raise ConfigError(f"model.path is {config.path!r}: {what} are not supported ({name} is {str(value):.40})")
     other = set(getattr(hf_config, "layer_types", None) or ATTENTION_LAYERS) - ATTENTION_LAYERS
     if other:

@@ -1,10 +1,12 @@
 """Prompts: the data set, the chat template, and the order in which steps draw them."""
 
+import codecs
 import json
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from spmd_rl.batch import Prompt
@@ -14,9 +16,12 @@ from spmd_rl.config import ConfigError, DataConfig, ModelConfig
 def load_tokenizer(config: ModelConfig) -> Any:
     """The model folder's tokenizer. Raises ConfigError where there is none."""
     try:
-        return AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path is {config.path!r}: no tokenizer can be loaded from it ({error})") from None
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:  # Transformers makes an empty one where files lack
+        raise ConfigError(f"model.path is {config.path!r}: its tokenizer knows no text; are its files there?")
+    return tokenizer
 
 
 class PromptSampler:
@@ -81,10 +86,17 @@ def encode_prompt(tokenizer: Any, content: Any, system_prompt: str | None, where
                               "give text, or a model folder with a template")
         if system_prompt and content[0]["role"] != "system":
             content = [{"role": "system", "content": system_prompt}, *content]
-        text = tokenizer.apply_chat_template(content, tokenize=False, add_generation_prompt=True)
+        try:
+            text = tokenizer.apply_chat_template(content, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise ConfigError(f"{where}: the chat template refuses these messages: {error}") from None
     else:
         raise ConfigError(f"{where}: `prompt` is {content!r:.80}: give text, or a list of messages with "
                           "`role` and `content`")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{where}: the prompt is no valid Unicode: {error}") from None
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     # A template may write the BOS itself or leave it to the tokenizer: never two, never none where one is usual.
     bos = _usual_bos(tokenizer)
@@ -107,18 +119,18 @@ def _is_messages(content: Any) -> bool:
 
 def _read_jsonl(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, record); a byte-order mark, Windows line ends and blank lines are read past."""
-    with open(path, encoding="utf-8-sig", newline=None) as file:
-        try:
-            for number, text in enumerate(file, 1):
-                if text.strip():
-                    yield number, _record(path, number, text)
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path}: not UTF-8 text: {error}") from None
+    with open(path, "rb") as file:  # bytes: a line that is not UTF-8 is named by its number
+        for number, line in enumerate(file, 1):
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if line.strip():
+                yield number, _record(path, number, line)
 
 
-def _record(path: str, number: int, text: str) -> dict[str, Any]:
+def _record(path: str, number: int, line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(text)
+        record = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}, line {number}: not UTF-8 text: {error}") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}, line {number}: not JSON: {error}") from None
     if not isinstance(record, dict):

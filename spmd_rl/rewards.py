@@ -24,7 +24,9 @@ class Rewards:
     """The functions of a run, with their weights."""
 
     def __init__(self, config: RewardsConfig) -> None:
-        """Raises ConfigError for a function that cannot be found, or whose extra is not installed."""
+        """Raises ConfigError for a function that cannot be found or is named twice, or whose extra is not installed."""
+        if len(set(config.functions)) < len(config.functions):
+            raise ConfigError(f"rewards.functions is {config.functions}: name each once; weigh it by rewards.weights")
         self._functions = {name: _find(name, config) for name in config.functions}
         short = [name.rsplit(":", 1)[-1] for name in self._functions]
         self.names = short if len(set(short)) == len(short) else list(self._functions)
@@ -32,6 +34,11 @@ class Rewards:
 
     def check_columns(self, prompts: Sequence[Prompt], source: str) -> None:
         """Raises ConfigError, before anything is loaded, where a built-in's column is not in the data."""
+        for taken in ("prompts", "completions", "completion_ids"):
+            bad = next((p.row for p in prompts if taken in p.columns), None)
+            if bad is not None:
+                raise ConfigError(f"{source}, row {bad}: a column {taken!r}, which is an argument of every reward; "
+                                  "rename it")
         for function in self._functions.values():
             for column in getattr(function, "columns", ()):
                 bad = next((p.row for p in prompts if column not in p.columns), None)

@@ -1,6 +1,9 @@
 """Shared by all tests: the tools as modules, and the GPUs that a test asks for."""
 
+import fcntl
 import importlib.util
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -37,3 +40,12 @@ def pytest_runtest_setup(item):
 def make_model():
     """tools/make_model.py: `build_model`, `make_tokenizer`, `save`."""
     return load_tool("make_model")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """A test marked `serial` runs alone: it takes a lock for itself that the other workers' tests share."""
+    run_id = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    with open(Path(tempfile.gettempdir()) / f"spmd_rl-{run_id}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if item.get_closest_marker("serial") else fcntl.LOCK_SH)
+        return (yield)

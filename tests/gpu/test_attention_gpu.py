@@ -52,7 +52,7 @@ def test_packed_rows_equal_single_rows(family, make_model):
 def test_block_mask_hides_other_segments():
     """The mask holds exactly: own segment, earlier or same place."""
     segments = torch.tensor([0] * 100 + [1] * 60 + [-1] * 96, device="cuda")
-    mask = PackedSegments(segments).mask(None)
+    mask = PackedSegments(segments).block_mask(None)
     place = torch.arange(segments.numel(), device="cuda")
     seen = mask.mask_mod(0, 0, place[:, None], place[None, :])
     wanted = (segments[:, None] == segments[None, :]) & (place[:, None] >= place[None, :])

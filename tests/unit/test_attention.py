@@ -72,7 +72,8 @@ def test_gradients_stay_in_the_segment(window):
 def test_the_mask_is_the_same_rule(layout, window):
     """Same segment, not later, within the window: entry by entry."""
     segments = segments_of(LAYOUTS[layout])
-    mask = PackedSegments(segments).mask(window)[0, 0]
+    place = torch.arange(len(segments))
+    mask = PackedSegments(segments).block_mask(window).mask_mod(0, 0, place[:, None], place[None, :])
     for i in range(len(segments)):
         for j in range(len(segments)):
             right = segments[i] == segments[j] and j <= i and (window is None or i - j < window)
@@ -82,7 +83,8 @@ def test_the_mask_is_the_same_rule(layout, window):
 def test_masks_are_made_once():
     """All layers of a kind share one mask."""
     packed = PackedSegments(segments_of([2, 3]))
-    assert packed.mask(2) is packed.mask(2) and packed.mask(2) is not packed.mask(None)
+    assert packed.block_mask(2) is packed.block_mask(2)
+    assert packed.block_mask(2) is not packed.block_mask(None)
 
 
 @pytest.mark.parametrize("softcap", [30.0, 50.0, 0.0])

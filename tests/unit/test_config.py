@@ -6,9 +6,10 @@ import sys
 import pytest
 import yaml
 
-from spmd_rl.config import (ALLOCATOR_VARIABLES, DEEPSPEED_OWNED, REFUSED_RAW, VLLM_OWNED, Config, ConfigError,
+from spmd_rl.config import (DEEPSPEED_OWNED, REFUSED_RAW, VLLM_OWNED, Config, ConfigError,
                             as_dict, load_function, parse, validate)
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 SECTIONS = [f.name for f in dataclasses.fields(Config)]
 
 
