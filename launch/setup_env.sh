@@ -37,14 +37,6 @@ drop_broken_vision() {
         .venv/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null
 }
 
-build_cpu_ops() {
-    # DeepSpeed compiles its shared-memory collectives at the first start on a CPU, for a minute: better here than there.
-    DS_ACCELERATOR=cpu .venv/bin/python -c '
-from deepspeed.accelerator import get_accelerator
-get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)' >/dev/null ||
-        fail "DeepSpeed could not compile its CPU operators"
-}
-
 main() {
     local sampler=cpu
     if nvidia-smi >/dev/null 2>&1; then sampler=gpu; fi
@@ -61,7 +53,6 @@ main() {
     echo "setup_env.sh: installing .[$extras] into .venv (some minutes)"
     install "$extras" "$constraints"
     drop_broken_vision
-    if [[ $sampler == cpu ]]; then build_cpu_ops; fi
     mkdir -p "$stamps"
     touch "$stamps/$extras"
 }

@@ -52,9 +52,11 @@ class Completion:
     text: str = ""
     rewards: list[float | None] = field(default_factory=list)
     """One for each reward function; None where the function does not apply."""
-    reward: float = 0.0
-    """Weighted sum of `rewards`."""
+    reward: float | None = None
+    """Weighted sum of `rewards`; None where no function applies."""
     advantage: float = 0.0
+    is_trained: bool = True
+    """Whether it stands in the loss; false for one that is masked as a whole."""
 
     @property
     def num_tokens(self) -> int:
@@ -73,8 +75,8 @@ class StepTotals:
 
     @classmethod
     def of(cls, completions: Sequence[Completion]) -> "StepTotals":
-        """Counts of a whole step's completions."""
-        lengths = [len(c.token_ids) for c in completions]
+        """Counts of the completions that one optimizer step trains on."""
+        lengths = [len(c.token_ids) for c in completions if c.is_trained]
         return cls(tokens=sum(lengths), sequences=sum(n > 0 for n in lengths))
 
 
@@ -82,6 +84,8 @@ class StepTotals:
 class MicroBatch:
     """One packed row on the device. Tensors end in their shape."""
 
+    completions: Sequence[Completion]
+    """The sequences of the row, in order."""
     input_ids_S: Tensor
     positions_S: Tensor
     """Position within the sequence, from 0."""
@@ -97,12 +101,19 @@ class MicroBatch:
     advantages_N: Tensor
     sampler_logprobs_N: Tensor
     old_logprobs_N: Tensor | None = None
+    """Policy before the update; absent where the current ones serve."""
+    old_entropy_N: Tensor | None = None
     ref_logprobs_N: Tensor | None = None
 
     @property
     def num_targets(self) -> int:
         """N; 0 for a row that only keeps step with the other ranks."""
         return self.target_ids_N.numel()
+
+    def take_advantages(self) -> None:
+        """Read the completions' advantages again, after they changed."""
+        values = [c.advantage for c in self.completions for _ in c.token_ids]
+        self.advantages_N = torch.tensor(values, dtype=torch.float32).to(self.advantages_N.device)
 
 
 def deal(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
@@ -141,9 +152,9 @@ def plan_step(completions: Sequence[Completion], num_ranks: int, max_tokens: int
     """Rows of completions for each rank, every rank with the same number of them.
 
     All ranks know all lengths, so all find the same plan and no collective is needed. The rank with
-    the most rows decides; the others get empty ones. Completions without tokens are left out.
+    the most rows decides; the others get empty ones. Completions without trained tokens are left out.
     """
-    trained = [c for c in completions if c.token_ids]
+    trained = [c for c in completions if c.token_ids and c.is_trained]
     shares = deal([c.num_tokens for c in trained], num_ranks)
     plans = []
     for share in shares:
@@ -151,6 +162,13 @@ def plan_step(completions: Sequence[Completion], num_ranks: int, max_tokens: int
         plans.append([[mine[i] for i in row] for row in plan_rows([c.num_tokens for c in mine], max_tokens)])
     num_rows = max(1, *(len(plan) for plan in plans))
     return [plan + [[] for _ in range(num_rows - len(plan))] for plan in plans]
+
+
+def minibatches(completions: Sequence[Completion], count: int) -> list[list[Completion]]:
+    """Parts of whole groups, in order, as many groups in each as can be."""
+    groups = list(dict.fromkeys(c.group for c in completions))
+    part_of = {group: i * count // len(groups) for i, group in enumerate(groups)}
+    return [[c for c in completions if part_of[c.group] == part] for part in range(count)]
 
 
 def pack(row: Sequence[Completion], device: torch.device, block: int = 1) -> MicroBatch:
@@ -189,7 +207,7 @@ def pack(row: Sequence[Completion], device: torch.device, block: int = 1) -> Mic
         return torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
 
     return MicroBatch(
-        input_ids_S=integers(ids), positions_S=integers(positions), segment_ids_S=integers(segments),
+        completions=row, input_ids_S=integers(ids), positions_S=integers(positions), segment_ids_S=integers(segments),
         target_index_N=integers(columns["index"]), target_ids_N=integers(columns["id"]),
         sequence_N=integers(columns["sequence"]), lengths_N=floats(columns["length"]),
         advantages_N=floats(columns["advantage"]), sampler_logprobs_N=floats(columns["logprob"]),

@@ -1,111 +1,117 @@
-"""Export: a Hugging Face folder of the policy's weights.
+"""Resumable checkpoints: everything that a run needs to go on as if it had not stopped.
 
-Written under another name, synced to disk, then renamed: a folder with the final name is whole.
+    checkpoints/step-N/
+        policy/         DeepSpeed's: weights, fp32 masters, moments, schedule, a shard a rank
+        rank-R.pt       generators of rank R
+        metrics.jsonl   the metrics up to this step
+        state.json      steps done, version of the weights, ranks, config
+        manifest.json   size and sha256 of each file
+
+Prompts and request seeds follow from the step alone. The folder has another name until all of it is on disk.
 """
 
 import json
 import os
 import shutil
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
-from transformers import GenerationConfig
 
-from spmd_rl.config import Config
-from spmd_rl.mesh import Mesh
+from spmd_rl import run_folder
+from spmd_rl.config import Config, ConfigError, as_dict
+from spmd_rl.files import WRITING, files_below, replace_folder, sync_tree
+from spmd_rl.mesh import Mesh, generator_states, restore_generators, say_once
 from spmd_rl.policy import Policy
 
-WRITING = ".writing"
-REPLACED = ".replaced"
+POLICY = "policy"
 
 
-def export(folder: str, policy: Policy, tokenizer: Any, config: Config, mesh: Mesh) -> None:
-    """Write weights (safetensors, tied ones once, in the policy's type), config, generation config and tokenizer.
+@dataclass
+class Progress:
+    """Where a run stands between two steps."""
 
-    Collective: weights are gathered by bucket, and one rank writes. An older folder of the name is
-    replaced once the new one is whole.
+    step: int = 0
+    """Steps done."""
+    weights_version: int = 0
+    """Version of the weights in the engine."""
+    accuracy_before: float | None = None
+    """Held-out accuracy before the first step."""
+    train_seconds: float = 0.0
+    """Spent in steps, over all parts of the run."""
+
+
+def choose(config: Config, mesh: Mesh) -> str | None:
+    """The checkpoint to go on from, checked byte by byte; None to start anew. Collective, the same on every rank.
+
+    Raises ConfigError where there are checkpoints and none is whole: starting anew is for the user to say.
     """
-    writers = mesh.on_main(lambda: [ShardWriter(folder + WRITING, int(config.checkpoint.max_shard_gib * 2**30))])
-    for name, tensor in policy.full_weights(config.weight_sync.bucket_mib * 2**20):
-        for writer in writers:
-            writer.add(name, tensor)
-    for writer in writers:
-        writer.finish()
-        policy.hf_config.save_pretrained(folder + WRITING)
-        tokenizer.save_pretrained(folder + WRITING)
-        _generation_config(config, policy.hf_config).save_pretrained(folder + WRITING)
-        _replace(folder)
-    mesh.barrier()  # the folder is there for every rank that returns
+    resume = config.checkpoint.resume
+    if resume == "never":
+        return None
+    here = run_folder.checkpoints(config.run.output_dir) if resume == "auto" else [resume]
+    candidates = mesh.all_gather(here)[0]  # another host may see an older state of a shared folder
+    faults = []
+    for path in candidates:
+        found = mesh.all_gather(run_folder.fault(path, mesh.share))
+        fault = next((f for f in found if f), None)
+        if fault is None:
+            say_once(f"goes on from {path}")
+            return path
+        faults.append(f"{path}: {fault}")
+        say_once(f"checkpoint skipped, it is not whole: {faults[-1]}")
+    if faults:
+        raise ConfigError("no checkpoint is whole (" + "; ".join(faults) + "): --checkpoint.resume never starts anew "
+                          "and moves them aside")
+    return None
 
 
-class ShardWriter:
-    """Collects tensors into safetensors files of a bounded size: no more than one file's tensors are on the host."""
+def save(progress: Progress, policy: Policy, config: Config, mesh: Mesh) -> None:
+    """Write checkpoints/step-N, then remove those beyond checkpoint.keep. Collective.
 
-    def __init__(self, folder: str, max_bytes: int) -> None:
-        shutil.rmtree(folder, ignore_errors=True)  # left by an export that was cut off; only we write this name
-        os.makedirs(folder)
-        self._folder, self._max_bytes = folder, max_bytes
-        self._shard: dict[str, Tensor] = {}
-        self._shard_bytes = 0
-        self._parts: list[list[str]] = []
-        self._total_bytes = 0
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor to the host; a full file goes to disk."""
-        size = tensor.numel() * tensor.element_size()
-        if self._shard and self._shard_bytes + size > self._max_bytes:
-            self._flush()
-        self._shard[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-        self._shard_bytes += size
-
-    def finish(self) -> None:
-        """Write the rest, give the files their final names, and the index where there are several."""
-        self._flush()
-        count = len(self._parts)
-        names = ["model.safetensors"] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors"
-                                                          for i in range(count)]
-        for i, name in enumerate(names):
-            os.rename(self._part(i), os.path.join(self._folder, name))
-        if count > 1:
-            weight_map = {tensor: name for name, tensors in zip(names, self._parts, strict=True) for tensor in tensors}
-            with open(os.path.join(self._folder, "model.safetensors.index.json"), "w") as file:
-                json.dump({"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}, file, indent=1)
-
-    def _part(self, number: int) -> str:
-        return os.path.join(self._folder, f"part-{number}")
-
-    def _flush(self) -> None:
-        save_file(self._shard, self._part(len(self._parts)), metadata={"format": "pt"})
-        self._parts.append(list(self._shard))
-        self._total_bytes += self._shard_bytes
-        self._shard, self._shard_bytes = {}, 0
+    An error on any rank leaves the earlier checkpoints as they are; the caller ends the run on all ranks.
+    """
+    folder = run_folder.checkpoint_path(config.run.output_dir, progress.step)
+    writing = folder + WRITING
+    for path in mesh.on_main(lambda: [writing]):
+        shutil.rmtree(path, ignore_errors=True)  # left by a run that was killed while it wrote
+        os.makedirs(path)
+        _write_state(path, progress, config, mesh)
+    mesh.barrier()  # the folder is there before the others write into it
+    policy.save(os.path.join(writing, POLICY))
+    torch.save(generator_states(), os.path.join(writing, _generators(mesh)))
+    mesh.barrier()  # all files are there before they are listed
+    if mesh.is_first_on_host():
+        sync_tree(writing)  # what a host wrote, only that host can bring to disk
+    mesh.barrier()  # on disk, before they get a name that says so
+    names = sorted(set(mesh.gather_lists(files_below(writing))))  # a file that one host does not see yet is an error
+    entries = mesh.all_gather(run_folder.manifest_entries(writing, mesh.share(names)))
+    for path in mesh.on_main(lambda: [folder]):
+        run_folder.write_manifest(writing, {name: entry for part in entries for name, entry in part.items()})
+        replace_folder(path)
+        run_folder.remove_old(config.run.output_dir, config.checkpoint.keep)
+    mesh.barrier()  # a rank that goes on may be killed: the checkpoint has its name by then
 
 
-def _generation_config(config: Config, hf_config: Any) -> GenerationConfig:
-    """The source folder's, else one from the model's config."""
-    try:
-        return GenerationConfig.from_pretrained(config.model.path)
-    except OSError:
-        return GenerationConfig.from_model_config(hf_config)
+def _write_state(folder: str, progress: Progress, config: Config, mesh: Mesh) -> None:
+    state = asdict(progress) | {"world_size": mesh.world_size, "config": as_dict(config)}
+    with open(os.path.join(folder, run_folder.STATE), "w", encoding="utf-8") as file:
+        json.dump(state, file, indent=1)
+    shutil.copyfile(os.path.join(config.run.output_dir, run_folder.METRICS),
+                    os.path.join(folder, run_folder.METRICS))
 
 
-def _replace(folder: str) -> None:
-    for name in os.listdir(folder + WRITING):
-        _sync_to_disk(os.path.join(folder + WRITING, name))
-    _sync_to_disk(folder + WRITING)
-    shutil.rmtree(folder + REPLACED, ignore_errors=True)
-    if os.path.exists(folder):
-        os.rename(folder, folder + REPLACED)
-    os.rename(folder + WRITING, folder)
-    _sync_to_disk(os.path.dirname(os.path.abspath(folder)))
-    shutil.rmtree(folder + REPLACED, ignore_errors=True)
+def load(path: str, policy: Policy) -> Progress:
+    """Bring the policy to the checkpoint's state; returns where that run stood. Collective."""
+    policy.load(os.path.join(path, POLICY))
+    state: dict[str, Any] = run_folder.read_state(path)
+    return Progress(**{name: state[name] for name in asdict(Progress())})
 
 
-def _sync_to_disk(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def load_generators(path: str, mesh: Mesh) -> None:
+    """Put this rank's generators where they were; last of all, since building engines draws from them."""
+    restore_generators(torch.load(os.path.join(path, _generators(mesh)), weights_only=True))
+
+
+def _generators(mesh: Mesh) -> str:
+    return mesh.mine([f"rank-{number}.pt" for number in range(mesh.world_size)])

@@ -36,6 +36,8 @@ class RunConfig:
     """Seed of the data order, of every sampling request and of the trainer's generators."""
     max_steps: int = 100
     """Number of steps: one rollout and its update each."""
+    max_train_minutes: float = 0.0
+    """End after the step in which so many minutes since the program's start are over, with a checkpoint; 0 does not."""
 
 
 @dataclass
@@ -114,6 +116,8 @@ class RolloutConfig:
     """Share of the GPU that the engine may take in the rollout phase."""
     enforce_eager: bool = False
     """No compilation and no CUDA graphs in the engine: a faster start, slower sampling."""
+    resample_rounds: int = 0
+    """Rounds of new prompts for groups whose rewards are all equal (DAPO's dynamic sampling); 0 keeps such groups."""
     cpu_kv_cache_gib: int = 1
     """KV cache in GiB where the engine runs on a CPU."""
 
@@ -123,21 +127,28 @@ class RewardsConfig:
     """Scoring of completions."""
 
     functions: list[str] = field(default_factory=lambda: ["exact_match"])
-    """exact_match, regex, math_verify, reasoning_gym, or the user's own as module:function."""
+    """exact_match, regex, math_verify, reasoning_gym, soft_overlong, or the user's own as module:function."""
     weights: list[float] | None = None
     """Weight of each function in the sum; all 1 if absent."""
     answer_column: str = "answer"
     """Column with the right answer, for exact_match and math_verify."""
     regex_pattern: str | None = None
     """Pattern that the regex reward searches for in a completion (re.DOTALL)."""
+    overlong_buffer: int = 0
+    """Last tokens before rollout.max_completion_length over which soft_overlong falls from 0 to -1 (DAPO)."""
 
 
 @dataclass
 class AdvantagesConfig:
     """From rewards to advantages."""
 
-    scale_rewards: Literal["group", "none"] = "group"
-    """Divide the reward less its group's mean by the group's sample standard deviation, or not."""
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """What is taken off a reward: its group's mean, or the mean of the group's others (RLOO)."""
+    scale_rewards: Literal["group", "batch", "whiten", "none"] = "group"
+    """Divide by the sample standard deviation of the group's or the batch's rewards, bring the batch's differences to
+    mean 0 and deviation 1 (REINFORCE++ with baseline), or none of it."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """Several rewards: weigh and add them first, or normalise each within its groups and then add."""
     function: str | None = None
     """The user's own as module:function, from (rewards, groups) to advantages; replaces the built-in."""
 
@@ -148,6 +159,8 @@ class BatchConfig:
 
     prompts_per_step: int = 64
     """Prompts of a step over all ranks; each gives rollout.num_generations completions."""
+    num_minibatches: int = 1
+    """Parts of a rollout, by prompts, with an optimizer step each."""
     max_tokens_per_microbatch: int = 16384
     """Token budget of one packed row; a longer sequence gets a row of its own."""
 
@@ -157,16 +170,53 @@ class LossConfig:
     """The objective."""
 
     loss_type: str = "dapo"
-    """dapo (mean over the step's tokens), grpo (mean of the completions' means), dr_grpo (by the
-    constant rollout.max_completion_length), or the user's own token loss as module:function."""
+    """dapo (clipped, mean over the step's tokens), grpo (clipped, mean of the completions' means), dr_grpo (clipped, by
+    the constant rollout.max_completion_length), cispo, sapo, or the user's own token loss as module:function."""
+    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"
+    """Ratio of policy to old policy: of each token, of the completion (GSPO), or that with each token's gradient."""
     epsilon: float = 0.2
     """Clip range of the ratio below 1."""
     epsilon_high: float | None = None
-    """Clip range of the ratio above 1; epsilon if absent."""
+    """Clip range of the ratio above 1, epsilon if absent; for cispo the largest ratio itself, 5.0 say."""
+    delta: float | None = None
+    """Largest ratio on the unclipped side, above 1 + epsilon_high; absent is unbounded."""
+    dual_clip: float | None = None
+    """Largest loss of a token with a negative advantage, in advantages, above 1; absent is unbounded."""
+    sapo_temperature_pos: float = 1.0
+    """sapo's temperature for positive advantages."""
+    sapo_temperature_neg: float = 1.05
+    """sapo's temperature for the others."""
     beta: float = 0.0
-    """Coefficient of the KL to the reference (k3); 0 builds no reference."""
+    """Coefficient of the KL to the reference; 0 builds no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL (Schulman 2020)."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL counts: in the loss, or taken off a completion's reward before its advantage."""
+    use_bias_correction_kl: bool = True
+    """Weigh the KL in the loss by the ratio: with k3 its gradient is then that of the reverse KL (DeepSeek-V3.2)."""
+    ref_model_sync_steps: int = 0
+    """Move the reference towards the policy every so many steps; 0 never."""
+    ref_model_mixup_alpha: float = 0.6
+    """Share of the policy in the new reference; 1 replaces it."""
+    entropy_coef: float = 0.0
+    """Coefficient of the entropy bonus: the mean entropy of the step's tokens, with gradient."""
+    top_entropy_quantile: float = 1.0
+    """Share of tokens, those of highest entropy, that the token loss is taken over; 1 is all."""
+    mask_truncated_completions: bool = False
+    """Leave completions that reached the limit out of the loss and its counts."""
+    num_iterations: int = 1
+    """Passes over a rollout."""
     recompute_old_logprobs: bool = False
-    """A pass of its own for old_logprobs; without it they are the current ones, detached."""
+    """A pass of its own for old_logprobs also where a rollout has one update; else the current ones serve, detached."""
+    importance_sampling_correction: bool = True
+    """Weigh tokens by policy over sampler, whose numerics differ."""
+    importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate",
+                                      "sequence_mask"] = "sequence_mask"
+    """That ratio of a token or of a completion; beyond the bounds truncated to them, or 0."""
+    importance_sampling_clip_max: float | None = 3.0
+    """Upper bound of that ratio; null is none."""
+    importance_sampling_clip_min: float | None = None
+    """Lower bound of that ratio; null is none."""
 
 
 @dataclass
@@ -193,6 +243,8 @@ class PolicyConfig:
     """Added to the root of the second moment."""
     max_grad_norm: float = 1.0
     """Global gradient norm is clipped to this; 0 does not clip."""
+    max_nonfinite_steps: int = 3
+    """A gradient that is not finite skips its optimizer step; this many in a row end the run."""
     gradient_checkpointing: bool = True
     """Recompute each block's activations in backward."""
     logprob_memory_gib: float = 1.0
@@ -223,6 +275,14 @@ class CheckpointConfig:
     """Write a Hugging Face folder every so many steps; 0 only at the end."""
     max_shard_gib: float = 4.0
     """Largest safetensors file of an export in GiB."""
+    save_steps: int = 0
+    """Write a resumable checkpoint every so many steps and after the last; 0 only when a signal or
+    run.max_train_minutes ends the run."""
+    keep: int = 2
+    """Resumable checkpoints that stay, the newest ones."""
+    resume: str = "auto"
+    """auto goes on from the folder's newest whole checkpoint, never moves an earlier run's files aside and starts
+    anew; else the folder of a checkpoint."""
 
 
 @dataclass
@@ -264,6 +324,18 @@ class Config:
     """Raw DeepSpeed options, merged into the config that policy builds."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """Raw arguments of vllm.LLM."""
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of one rollout."""
+        return self.loss.num_iterations * self.batch.num_minibatches
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether old_logprobs (and entropies) need a pass of their own before the update."""
+        loss = self.loss
+        return (loss.recompute_old_logprobs or self.updates_per_step > 1 or loss.top_entropy_quantile < 1
+                or (loss.beta > 0 and loss.kl_in == "reward"))
 
     @property
     def max_model_len(self) -> int:
@@ -311,6 +383,7 @@ REFUSED_RAW = {
     "deepspeed.sequence_parallel_size": "sequence parallelism",
     "deepspeed.tensor_parallel": "tensor-parallel training",
 }
+LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "cispo", "sapo")
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -435,7 +508,10 @@ def _check_ranges(c: Config) -> None:
         "batch.max_tokens_per_microbatch": c.batch.max_tokens_per_microbatch,
         "policy.logprob_memory_gib": c.policy.logprob_memory_gib, "weight_sync.bucket_mib": c.weight_sync.bucket_mib,
         "checkpoint.max_shard_gib": c.checkpoint.max_shard_gib, "rollout.cpu_kv_cache_gib": r.cpu_kv_cache_gib,
-        "rollout.repetition_penalty": r.repetition_penalty,
+        "rollout.repetition_penalty": r.repetition_penalty, "loss.num_iterations": c.loss.num_iterations,
+        "batch.num_minibatches": c.batch.num_minibatches, "policy.max_nonfinite_steps": c.policy.max_nonfinite_steps,
+        "loss.sapo_temperature_pos": c.loss.sapo_temperature_pos,
+        "loss.sapo_temperature_neg": c.loss.sapo_temperature_neg, "checkpoint.keep": c.checkpoint.keep,
     }
     for name, value in positive.items():
         _require(value > 0, name, value, "set it above 0")
@@ -443,7 +519,10 @@ def _check_ranges(c: Config) -> None:
         "run.seed": c.run.seed, "policy.learning_rate": c.policy.learning_rate, "loss.beta": c.loss.beta,
         "policy.max_grad_norm": c.policy.max_grad_norm, "policy.warmup_steps": c.policy.warmup_steps,
         "policy.weight_decay": c.policy.weight_decay, "checkpoint.export_steps": c.checkpoint.export_steps,
+        "checkpoint.save_steps": c.checkpoint.save_steps, "run.max_train_minutes": c.run.max_train_minutes,
         "evaluate.eval_steps": c.evaluate.eval_steps, "rollout.top_k": r.top_k, "rollout.min_tokens": r.min_tokens,
+        "rollout.resample_rounds": r.resample_rounds, "loss.entropy_coef": c.loss.entropy_coef,
+        "loss.ref_model_sync_steps": c.loss.ref_model_sync_steps, "rewards.overlong_buffer": c.rewards.overlong_buffer,
     }
     for name, value in not_negative.items():
         _require(value >= 0, name, value, "set it to 0 or more")
@@ -460,9 +539,8 @@ def _check_ranges(c: Config) -> None:
              "set it to 0 or more")
     _require(c.advantages.scale_rewards == "none" or r.num_generations > 1 or bool(c.advantages.function),
              "rollout.num_generations", r.num_generations,
-             "a group of one has no standard deviation: set 2 or more, or advantages.scale_rewards: none")
-    _require(c.loss.loss_type in ("dapo", "grpo", "dr_grpo") or ":" in c.loss.loss_type, "loss.loss_type",
-             c.loss.loss_type, "set dapo, grpo, dr_grpo, or your own as module:function")
+             "a group of one has no deviation from itself: set 2 or more, or advantages.scale_rewards: none")
+    _check_loss(c)
     _require(bool(c.rewards.functions), "rewards.functions", c.rewards.functions, "name at least one")
     weights = c.rewards.weights
     _require(weights is None or len(weights) == len(c.rewards.functions), "rewards.weights", weights,
@@ -473,12 +551,57 @@ def _check_ranges(c: Config) -> None:
              "set data.eval to a held-out JSONL file, or eval_steps to 0")
 
 
+def _check_loss(c: Config) -> None:
+    loss, r = c.loss, c.rollout
+    _require(loss.loss_type != "bnpo", "loss.loss_type", loss.loss_type,
+             "it normalises by each micro-batch, so the result depends on how the batch is cut; set dapo")
+    _require(loss.loss_type in LOSS_TYPES or ":" in loss.loss_type, "loss.loss_type", loss.loss_type,
+             f"set {', '.join(LOSS_TYPES)}, or your own as module:function")
+    high = loss.epsilon if loss.epsilon_high is None else loss.epsilon_high
+    _require(loss.loss_type != "cispo" or high >= 1, "loss.epsilon_high", loss.epsilon_high,
+             "for cispo it is the largest ratio itself: set 1 or more, such as 5.0")
+    _require(loss.delta is None or loss.delta > 1 + high, "loss.delta", loss.delta,
+             f"set it above 1 + epsilon_high, {1 + high:g}")
+    _require(loss.dual_clip is None or loss.dual_clip > 1, "loss.dual_clip", loss.dual_clip, "set it above 1")
+    clipped = loss.loss_type not in ("cispo", "sapo")
+    for name in ("delta", "dual_clip"):
+        _require(clipped or getattr(loss, name) is None, f"loss.{name}", getattr(loss, name),
+                 f"{loss.loss_type} has no clip that it could bound; leave it out")
+    _require(0 < loss.top_entropy_quantile <= 1, "loss.top_entropy_quantile", loss.top_entropy_quantile,
+             "set it above 0 and at most 1")
+    _require(0 < loss.ref_model_mixup_alpha <= 1, "loss.ref_model_mixup_alpha", loss.ref_model_mixup_alpha,
+             "set it above 0 and at most 1")
+    _require(loss.beta > 0 or loss.ref_model_sync_steps == 0, "loss.ref_model_sync_steps", loss.ref_model_sync_steps,
+             "there is no reference with beta 0: set beta, or 0 here")
+    low, top = loss.importance_sampling_clip_min, loss.importance_sampling_clip_max
+    _require(low is None or 0 <= low <= (top if top is not None else low), "loss.importance_sampling_clip_min", low,
+             f"set it to 0 or more and at most importance_sampling_clip_max, {top}")
+    _require(top is None or top > 0, "loss.importance_sampling_clip_max", top, "set it above 0, or null for no bound")
+    per_function = c.advantages.multi_objective_aggregation == "normalize_then_sum"
+    _require(not per_function or (c.advantages.baseline, c.advantages.scale_rewards) == ("mean", "group"),
+             "advantages.multi_objective_aggregation", "normalize_then_sum",
+             "it has its own baseline and scale: leave advantages.baseline and scale_rewards at their defaults")
+    _require(not per_function or not (loss.beta and loss.kl_in == "reward"), "loss.kl_in", loss.kl_in,
+             "a KL in the reward needs advantages.multi_objective_aggregation sum_then_normalize")
+    _require(c.advantages.baseline == "mean" or r.num_generations > 1, "rollout.num_generations", r.num_generations,
+             "a group of one has no others to leave in: set 2 or more, or advantages.baseline mean")
+    penalised = r.repetition_penalty != 1 or r.presence_penalty != 0 or r.frequency_penalty != 0
+    _require(not penalised or loss.importance_sampling_correction, "loss.importance_sampling_correction", False,
+             "with penalties the sampler's distribution is not the policy's, and an uncorrected gradient is wrong: "
+             "set it to true, or remove rollout's penalties")
+    _require("soft_overlong" not in c.rewards.functions or 0 < c.rewards.overlong_buffer < r.max_completion_length,
+             "rewards.overlong_buffer", c.rewards.overlong_buffer,
+             f"set it above 0 and below rollout.max_completion_length, {r.max_completion_length}")
+
+
 def _check_division(c: Config, world_size: int) -> None:
     tp = c.rollout.tensor_parallel_size
     _require(world_size % tp == 0, "rollout.tensor_parallel_size", tp,
              f"it must divide the number of ranks, {world_size}: "
              f"set one of {[d for d in range(1, world_size + 1) if world_size % d == 0]}")
     engines, prompts = world_size // tp, c.batch.prompts_per_step
+    _require(prompts % c.batch.num_minibatches == 0, "batch.num_minibatches", c.batch.num_minibatches,
+             f"it must divide batch.prompts_per_step, {prompts}")
     below = prompts - prompts % engines
     _require(prompts % engines == 0, "batch.prompts_per_step", prompts,
              f"it must divide over the {engines} engines ({world_size} ranks / {tp} a engine): "

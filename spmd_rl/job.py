@@ -1,13 +1,13 @@
 """Builds a run's parts from its config, in the order that start-up needs, and shuts them down."""
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
+from spmd_rl import checkpoint as checkpoint_module
 from spmd_rl import config as config_module
+from spmd_rl import run_folder
 from spmd_rl.batch import Prompt
+from spmd_rl.checkpoint import Progress
 from spmd_rl.config import Config, ConfigError, load_function
 from spmd_rl.memory import Memory
 from spmd_rl.mesh import Mesh
@@ -44,7 +44,7 @@ def load_inputs(config: Config, world_size: int) -> Inputs:
     if longest is not None and config.max_model_len > longest:
         raise ConfigError(f"data.max_prompt_length + rollout.max_completion_length is {config.max_model_len}: "
                           f"the model takes {longest} tokens; lower one of them")
-    rewards = Rewards(config.rewards)
+    rewards = Rewards(config.rewards, config.rollout.max_completion_length)
     tokenizer = load_tokenizer(config.model)
     prompts, dropped = {}, {}
     for path in (config.data.train, config.data.eval):
@@ -66,10 +66,10 @@ def arithmetic(config: Config, inputs: Inputs, world_size: int) -> str:
         f"{world_size} ranks: {engines} engines of {r.tensor_parallel_size}, ZeRO {config.policy.zero_stage}, "
         f"{config.model.dtype}",
         f"a step: {prompts} prompts x {r.num_generations} = {completions} completions; {prompts // engines} prompts an "
-        f"engine, {completions / world_size:g} sequences a rank, 1 optimizer step",
+        f"engine, {completions / world_size:g} sequences a rank, {_steps(config.updates_per_step)}",
         f"a sequence: at most {config.data.max_prompt_length} + {r.max_completion_length} = {config.max_model_len} "
         f"tokens; rows of {config.batch.max_tokens_per_microbatch} tokens",
-        f"the run: {config.run.max_steps} steps = {config.run.max_steps} optimizer steps, "
+        f"the run: {config.run.max_steps} steps = {_steps(config.run.max_steps * config.updates_per_step)}, "
         f"{config.run.max_steps * prompts / len(inputs.train_prompts):.3g} epochs of "
         f"{len(inputs.train_prompts)} prompts; {len(inputs.eval_prompts)} held out",
     ]
@@ -79,14 +79,23 @@ def arithmetic(config: Config, inputs: Inputs, world_size: int) -> str:
     return "\n".join(lines)
 
 
+def _steps(count: int) -> str:
+    return f"{count} optimizer step{'s' * (count != 1)}"
+
+
 class Job:
     """A run's parts, alive."""
 
-    def __init__(self, config: Config, mesh: Mesh, inputs: Inputs) -> None:
+    def __init__(self, config: Config, mesh: Mesh, inputs: Inputs, checkpoint: str | None = None) -> None:
         """Start the engines; collective. The engine comes first and sleeps, then the policy (and the reference)
-        take their memory, then the first sync fills the engine."""
+        take their memory, then the first sync fills the engine.
+
+        checkpoint: the one to go on from; its weights are in the policy before the engine gets any.
+        """
         self.config, self.mesh, self.inputs = config, mesh, inputs
-        sinks = mesh.on_main(lambda: make_sinks(config.metrics, self._open_folder(), config.run.max_steps))
+        steps_done = run_folder.read_state(checkpoint)["step"] if checkpoint else 0
+        sinks = mesh.on_main(lambda: make_sinks(config.metrics, run_folder.open_folder(config, checkpoint),
+                                                config.run.max_steps, steps_done))
         metrics = Metrics(mesh, sinks)
         with metrics.timed("engine start"):
             rollout = Rollout(config, mesh, inputs.tokenizer)
@@ -94,6 +103,8 @@ class Job:
             policy = Policy(config, mesh, inputs.hf_config)
             # Its own copy of the config: each engine sets fields of it.
             reference = Reference(config, mesh, load_hf_config(config.model)) if config.loss.beta > 0 else None
+        self.progress = checkpoint_module.load(checkpoint, policy) if checkpoint else Progress()
+        self.saved_step = self.progress.step
         self.parts = Parts(
             config=config, mesh=mesh, metrics=metrics, tokenizer=inputs.tokenizer,
             sampler=PromptSampler(inputs.train_prompts, config.batch.prompts_per_step, config.run.seed,
@@ -101,15 +112,10 @@ class Job:
             rewards=inputs.rewards, rollout=rollout, policy=policy, reference=reference,
             weight_sync=WeightSync(config.weight_sync, mesh, policy, rollout),
             memory=Memory(mesh, rollout, metrics), user_advantages=inputs.user_advantages, user_loss=inputs.user_loss)
+        self.parts.weight_sync.version = self.progress.weights_version - 1
         sync(self.parts)
-
-    def _open_folder(self) -> str:
-        """The run's folder, readable by its owner alone, with the resolved config."""
-        folder = self.config.run.output_dir
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-        with open(os.path.join(folder, "config.yaml"), "w", encoding="utf-8") as file:
-            yaml.safe_dump(config_module.as_dict(self.config), file, sort_keys=False)
-        return folder
+        if checkpoint:
+            checkpoint_module.load_generators(checkpoint, mesh)
 
     def close(self) -> None:
         """Shut down in the reverse order; the process group last."""

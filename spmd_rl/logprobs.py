@@ -23,7 +23,7 @@ class LogprobHead(nn.Module):
         self._memory_bytes = memory_gib * 2**30
 
     def forward(self, hidden_NH: Tensor, target_ids_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """(logprobs_N, entropy_N) in fp32; the entropy carries no gradient.
+        """(logprobs_N, entropy_N) in fp32, both with gradient.
 
         log softmax(hidden weight^T / temperature) at the targets; the division follows the upcast, since
         bf16 logits divided first are off by up to 0.075.
@@ -49,22 +49,30 @@ class TiledLogprobs(torch.autograd.Function):
             logits.sub_(normalizer[:, None])
             entropy_N[part] = -logits.exp().mul_(logits).sum(-1)
         # Saving the parameter itself keeps ZeRO-3's re-gathered data visible in backward.
-        ctx.save_for_backward(hidden_NH, weight_VH, target_ids_N, normalizer_N)
+        ctx.save_for_backward(hidden_NH, weight_VH, target_ids_N, normalizer_N, entropy_N)
         ctx.temperature, ctx.tile = temperature, tile
-        ctx.mark_non_differentiable(entropy_N)
+        ctx.set_materialize_grads(False)  # None where a loss has no use for the entropy: its part is left out
         return logprobs_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden_NH, weight_VH, target_ids_N, normalizer_N = ctx.saved_tensors
+    def backward(ctx: Any, grad_logprobs_N: Tensor | None,  # type: ignore[override]
+                 grad_entropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, target_ids_N, normalizer_N, entropy_N = ctx.saved_tensors
+        grad_N = torch.zeros_like(normalizer_N) if grad_logprobs_N is None else grad_logprobs_N
         grad_hidden = torch.empty_like(hidden_NH)
         grad_weight = torch.zeros(weight_VH.shape, dtype=torch.float32, device=weight_VH.device)
         for start in range(0, hidden_NH.shape[0], ctx.tile):
             part = slice(start, start + ctx.tile)
             # d logprob / d logits = onehot - softmax, over the temperature.
             scale = grad_N[part, None] / ctx.temperature
-            grad_logits = _logits(hidden_NH[part], weight_VH, ctx.temperature)
-            grad_logits.sub_(normalizer_N[part, None]).exp_().mul_(-scale)
+            grad_logits = _logits(hidden_NH[part], weight_VH, ctx.temperature).sub_(normalizer_N[part, None])
+            if grad_entropy_N is None:
+                grad_logits.exp_().mul_(-scale)
+            else:
+                # d entropy / d logits = - p (log p + entropy).
+                entropy_scale = grad_entropy_N[part, None] / ctx.temperature
+                factor = (grad_logits + entropy_N[part, None]).mul_(-entropy_scale).sub_(scale)
+                grad_logits = grad_logits.exp_().mul_(factor)
             grad_logits.scatter_add_(-1, target_ids_N[part, None], scale)
             grad_logits = grad_logits.to(weight_VH.dtype)
             grad_hidden[part] = grad_logits @ weight_VH

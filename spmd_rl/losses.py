@@ -1,17 +1,21 @@
 """The objective: token losses, and the weights that make them one number for a whole step.
 
 loss = sum over tokens of weight * token loss. Weights come from the whole step's counts (all ranks, all
-micro-batches), so the sum over any split into micro-batches and ranks is the same number.
+micro-batches), so the sum over any split into micro-batches and ranks is the same number. All tokens of a
+completion are in one micro-batch, which is what sequence-level ratios need. `docs/algorithms.md` has the
+formulas, papers and where they differ from TRL's.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from spmd_rl.batch import StepTotals
+from spmd_rl.batch import MicroBatch, StepTotals
 from spmd_rl.config import LossConfig
+
+LOG_RATIO_CAP = 20.0  # exp(20) is 5e8: beyond it neither a ratio nor its gradient means anything, and e^89 is infinite
 
 
 @dataclass
@@ -22,9 +26,17 @@ class LossInputs:
     """Policy, with gradient."""
     old_logprobs_N: Tensor
     """Policy before the update, without gradient."""
+    sampler_logprobs_N: Tensor
+    """The engine's, when it sampled."""
     advantages_N: Tensor
+    sequence_N: Tensor
+    """Which completion of the micro-batch a token belongs to, from 0."""
     lengths_N: Tensor
-    """Completion tokens of the target's sequence."""
+    """Tokens of that completion."""
+    entropy_N: Tensor
+    """Of the policy's distribution, with gradient."""
+    old_entropy_N: Tensor | None = None
+    """The same before the update."""
     ref_logprobs_N: Tensor | None = None
 
 
@@ -32,20 +44,71 @@ TokenLoss = Callable[[LossInputs, LossConfig], Tensor]
 Weights = Callable[[Tensor, StepTotals, int], Tensor]
 
 
-def clipped_surrogate(inputs: LossInputs, config: LossConfig) -> Tensor:
-    """-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) a token; r = exp(logprobs - old_logprobs).
+# Token losses: from the micro-batch's tokens to one loss a token. ----------------------------------------------------
 
-    Schulman et al. 2017; the two-sided range of DAPO, Yu et al. 2025.
+
+def clipped_surrogate(inputs: LossInputs, config: LossConfig) -> Tensor:
+    """-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) a token.
+
+    Schulman et al. 2017; the two-sided range of DAPO, Yu et al. 2025. delta bounds r from above on the unclipped
+    side (INTELLECT-2, 2025); dual_clip c bounds the loss of a negative advantage by c |A| (Ye et al. 2020).
     """
-    ratio = (inputs.logprobs_N - inputs.old_logprobs_N).exp()
+    ratio = importance_ratio(inputs, config)
     low, high = clip_range(config)
-    clipped = ratio.clamp(1 - low, 1 + high)
-    return -torch.minimum(ratio * inputs.advantages_N, clipped * inputs.advantages_N)
+    advantages = inputs.advantages_N
+    bounded = ratio if config.delta is None else ratio.clamp(max=config.delta)
+    objective = torch.minimum(bounded * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    if config.dual_clip is not None:
+        floor = torch.maximum(objective, config.dual_clip * advantages)
+        objective = torch.where(advantages < 0, floor, objective)
+    return -objective
+
+
+def cispo(inputs: LossInputs, config: LossConfig) -> Tensor:
+    """-sg[min(r, epsilon_high)] A logprob: the ratio is a weight and every token keeps a gradient (MiniMax-M1, 2025).
+
+    epsilon_high is the largest ratio itself here, as in ScaleRL (2025), and not its distance from 1.
+    """
+    weight = importance_ratio(inputs, config).detach().clamp(max=config.epsilon_high)
+    return -weight * inputs.advantages_N * inputs.logprobs_N
+
+
+def sapo(inputs: LossInputs, config: LossConfig) -> Tensor:
+    """-sigmoid(t (r - 1)) 4 / t A with t by the advantage's sign: a soft gate for the clip (Gao et al. 2025)."""
+    ratio = importance_ratio(inputs, config)
+    is_positive = (inputs.advantages_N > 0).to(ratio.dtype)
+    difference = config.sapo_temperature_pos - config.sapo_temperature_neg
+    temperature = config.sapo_temperature_neg + is_positive * difference
+    return -torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * inputs.advantages_N
 
 
 def clip_range(config: LossConfig) -> tuple[float, float]:
     """(below 1, above 1)."""
     return config.epsilon, config.epsilon if config.epsilon_high is None else config.epsilon_high
+
+
+def importance_ratio(inputs: LossInputs, config: LossConfig) -> Tensor:
+    """Policy over old policy, a value a token.
+
+    "token": exp(logprob - old). "sequence": exp of the completion's mean of that, for all of its tokens (GSPO,
+    Zheng et al. 2025). "sequence_token": that value, with each token's own gradient (GSPO-token).
+    """
+    log_ratio = inputs.logprobs_N - inputs.old_logprobs_N
+    if config.importance_sampling_level != "token":
+        mean = sequence_sum(log_ratio, inputs.sequence_N) / inputs.lengths_N
+        if config.importance_sampling_level == "sequence_token":
+            mean = mean.detach() + inputs.logprobs_N - inputs.logprobs_N.detach()
+        log_ratio = mean
+    return log_ratio.clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP).exp()
+
+
+def sequence_sum(values_N: Tensor, sequence_N: Tensor) -> Tensor:
+    """Each token gets the sum over its completion."""
+    # N sums are enough for any number of completions: their true number would be read from the device.
+    return torch.zeros_like(values_N).index_add(0, sequence_N, values_N)[sequence_N]
+
+
+# Weights: what one token counts in the step's loss. ------------------------------------------------------------------
 
 
 def token_mean(lengths_N: Tensor, totals: StepTotals, max_length: int) -> Tensor:
@@ -67,54 +130,144 @@ LOSSES: dict[str, tuple[TokenLoss, Weights]] = {
     "dapo": (clipped_surrogate, token_mean),
     "grpo": (clipped_surrogate, sequence_mean),
     "dr_grpo": (clipped_surrogate, constant_length),
+    "cispo": (cispo, token_mean),
+    "sapo": (sapo, sequence_mean),
 }
 
 
-def kl_k3(logprobs_N: Tensor, ref_logprobs_N: Tensor) -> Tensor:
-    """exp(d) - d - 1 with d = ref - policy: k3 estimator of KL(policy || reference), Schulman 2020."""
-    difference = ref_logprobs_N - logprobs_N
-    return torch.expm1(difference) - difference
+# KL to the reference. ------------------------------------------------------------------------------------------------
+
+
+def kl_estimate(logprobs_N: Tensor, ref_logprobs_N: Tensor, estimator: str) -> Tensor:
+    """Estimate of KL(policy || reference) a token, from tokens of the policy; d = policy - reference (Schulman 2020).
+
+    k1 = d: unbiased, any sign; its gradient's mean is 0, so as a loss it teaches nothing. k2 = d^2 / 2: its
+    gradient's mean is that of the reverse KL. k3 = exp(-d) - 1 + d: unbiased, never negative; its gradient's mean is
+    that of the forward KL. d is capped, so that neither value nor gradient overflows.
+    """
+    difference = (logprobs_N - ref_logprobs_N).clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP)
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return difference.square() / 2
+    return torch.expm1(-difference) + difference
+
+
+# The sampler's mismatch. ---------------------------------------------------------------------------------------------
+
+
+def sampler_weights(inputs: LossInputs, config: LossConfig) -> Tensor:
+    """Importance weight of each token between the policy and the sampler that drew it, without gradient.
+
+    exp(old - sampler), a token or a whole completion, truncated to the bounds or 0 beyond them, as in TRL.
+    """
+    difference = inputs.old_logprobs_N - inputs.sampler_logprobs_N
+    level, how = config.importance_sampling_mode.split("_")
+    if level == "sequence":
+        difference = sequence_sum(difference, inputs.sequence_N)
+    ratio = difference.detach().clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP).exp()
+    low = 0.0 if config.importance_sampling_clip_min is None else config.importance_sampling_clip_min
+    high = float("inf") if config.importance_sampling_clip_max is None else config.importance_sampling_clip_max
+    if how == "truncate":
+        return ratio.clamp(low, high)
+    return torch.where((ratio < low) | (ratio > high), torch.zeros_like(ratio), ratio)
+
+
+# All together. -------------------------------------------------------------------------------------------------------
 
 
 def policy_loss(inputs: LossInputs, config: LossConfig, totals: StepTotals, max_length: int,
-                user_loss: TokenLoss | None = None) -> Tensor:
+                user_loss: TokenLoss | None = None, entropy_threshold: float | None = None) -> Tensor:
     """This micro-batch's part of the step's loss: a scalar; the parts of all add up to the loss.
 
-    user_loss: the token loss that stands in for a built-in one; it is weighed by token_mean.
+    user_loss: the token loss that stands in for a built-in one; it is weighed by token_mean. entropy_threshold: tokens
+    of a lower entropy are left out of the token loss and the entropy bonus; the KL keeps them, and so do the weights.
     """
     token_loss, weigh = (user_loss, token_mean) if user_loss else LOSSES[config.loss_type]
+    weights_N = weigh(inputs.lengths_N, totals, max_length)
     loss_N = token_loss(inputs, config)
     if loss_N.shape != inputs.logprobs_N.shape:
         raise ValueError(f"loss.loss_type {config.loss_type!r} returned shape {tuple(loss_N.shape)} for "
                          f"{tuple(inputs.logprobs_N.shape)} tokens: return one loss a token")
-    if config.beta > 0:
+    if config.importance_sampling_correction:
+        loss_N = loss_N * sampler_weights(inputs, config)
+    part_N = loss_N * weights_N
+    if config.entropy_coef:
+        # A mean over the step's tokens for every loss type, so that the coefficient means the same.
+        part_N = part_N - config.entropy_coef * inputs.entropy_N * token_mean(inputs.lengths_N, totals, max_length)
+    if entropy_threshold is not None:
+        assert inputs.old_entropy_N is not None, "an entropy threshold without entropies"
+        part_N = part_N[inputs.old_entropy_N >= entropy_threshold]  # left out, not multiplied by 0
+    part = part_N.sum()
+    if config.beta > 0 and config.kl_in == "loss":
         assert inputs.ref_logprobs_N is not None, "beta > 0 without reference log-probs"
-        loss_N = loss_N + config.beta * kl_k3(inputs.logprobs_N, inputs.ref_logprobs_N)
-    return (loss_N * weigh(inputs.lengths_N, totals, max_length)).sum()
+        kl_N = kl_estimate(inputs.logprobs_N, inputs.ref_logprobs_N, config.kl_estimator)
+        if config.use_bias_correction_kl:
+            kl_N = kl_N * importance_ratio(inputs, config)
+        part = part + config.beta * (kl_N * weights_N).sum()
+    return part
 
 
-def loss_metrics(inputs: LossInputs, config: LossConfig, entropy_N: Tensor, sampler_logprobs_N: Tensor,
-                 ) -> dict[str, tuple[Tensor, int]]:
+def loss_metrics(inputs: LossInputs, config: LossConfig) -> dict[str, tuple[Tensor, int]]:
     """Sums over the micro-batch's tokens and their count, by metric name; all without gradient.
 
     clip_ratio/low and /high count tokens whose gradient the clip takes: ratio below the range with
     A < 0, above it with A > 0.
     """
-    logprobs_N = inputs.logprobs_N.detach()
-    ratio = (logprobs_N - inputs.old_logprobs_N).exp()
-    low, high = clip_range(config)
-    is_low = (ratio < 1 - low) & (inputs.advantages_N < 0)
-    is_high = (ratio > 1 + high) & (inputs.advantages_N > 0)
-    mismatch = inputs.old_logprobs_N - sampler_logprobs_N
+    inputs = replace(inputs, logprobs_N=inputs.logprobs_N.detach(), entropy_N=inputs.entropy_N.detach())
+    ratio = importance_ratio(inputs, config)
+    mismatch = inputs.old_logprobs_N - inputs.sampler_logprobs_N
+    capped = mismatch.clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP)
     values = {
-        "entropy": entropy_N,
+        "entropy": inputs.entropy_N,
         "ratio": ratio,
-        "clip_ratio/low_mean": is_low.float(),
-        "clip_ratio/high_mean": is_high.float(),
-        "clip_ratio/region_mean": (is_low | is_high).float(),
         "sampling/sampling_logp_difference/mean": mismatch.abs(),
-        "sampling/importance_sampling_ratio/mean": mismatch.exp(),
-    }
+        "sampling/importance_sampling_ratio/mean": capped.exp(),
+        "sampling/kl": torch.expm1(capped) - capped,  # k3 of KL(sampler || policy): tokens are the sampler's
+    } | _clip_metrics(ratio, inputs.advantages_N, config)
+    if config.importance_sampling_correction:
+        weights = sampler_weights(inputs, config)
+        values["sampling/importance_sampling_weight/mean"] = weights
+        values["sampling/masked_fraction"] = (weights == 0).float()
     if inputs.ref_logprobs_N is not None:
-        values["kl"] = kl_k3(logprobs_N, inputs.ref_logprobs_N)
+        values["kl"] = kl_estimate(inputs.logprobs_N, inputs.ref_logprobs_N, config.kl_estimator)
     return {name: (value.sum(), value.numel()) for name, value in values.items()}
+
+
+def _clip_metrics(ratio: Tensor, advantages_N: Tensor, config: LossConfig) -> dict[str, Tensor]:
+    low, high = clip_range(config)
+    if config.loss_type == "cispo":
+        return {"cispo_clip_ratio": ((ratio > high) & (advantages_N > 0)).float()}
+    if config.loss_type == "sapo":
+        return {}
+    is_low = (ratio < 1 - low) & (advantages_N < 0)
+    is_high = (ratio > 1 + high) & (advantages_N > 0)
+    return {"clip_ratio/low_mean": is_low.float(), "clip_ratio/high_mean": is_high.float(),
+            "clip_ratio/region_mean": (is_low | is_high).float()}
+
+
+# Over the rows of a rank, before the first update. -------------------------------------------------------------------
+
+
+def completion_kl(mb: MicroBatch, estimator: str) -> dict[tuple[int, int], float]:
+    """(group, sample) -> sum over the completion's tokens of the KL estimate between old policy and reference."""
+    if not mb.num_targets:
+        return {}
+    assert mb.old_logprobs_N is not None and mb.ref_logprobs_N is not None, "a KL before its log-probs"
+    kl_N = kl_estimate(mb.old_logprobs_N, mb.ref_logprobs_N, estimator).double()
+    sums = kl_N.new_zeros(len(mb.completions)).index_add(0, mb.sequence_N, kl_N).tolist()
+    return {(c.group, c.sample): value for c, value in zip(mb.completions, sums, strict=True)}
+
+
+def old_entropies(rows: Sequence[MicroBatch]) -> list[float]:
+    """Entropies of the rows' tokens before the update."""
+    return [value for mb in rows if mb.old_entropy_N is not None for value in mb.old_entropy_N.tolist()]
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of them lie, linear between neighbours; the same for any order of `values`."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

@@ -11,6 +11,7 @@ import random
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,11 +21,15 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from spmd_rl import slurm
 from spmd_rl.config import ConfigError, MeshConfig
 
 T = TypeVar("T")
 ABORT_KEY = "spmd_rl/abort"
 ABORT_POLL_S = 0.5
+BEAT_S = 2.0
+VANISHED_S = 40.0  # above what a rank may hold the interpreter's lock, below the minute in which a run has to end
+LATE_SHARE = 0.9  # of mesh.timeout_s: before the process group's own time-out, which names nobody
 
 
 @dataclass(frozen=True)
@@ -37,18 +42,19 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> "Ranks":
-        """torchrun's variables; none of them is one rank. Raises ConfigError for a part of them only."""
+        """torchrun's variables, or those of srun with a task a rank (which are then set as torchrun's); none of them is
+        one rank. Raises ConfigError for a part of them only, and for contradictions."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        if "RANK" not in os.environ and slurm.num_tasks(os.environ) > 1:
+            # vLLM and torch read them from the environment too.
+            os.environ.update(slurm.rank_variables(os.environ))
         missing = [n for n in names if n not in os.environ]
         if missing and ("RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"):
             raise ConfigError(f"the launcher set some rank variables but not {', '.join(missing)}: "
                               "start with torchrun, or with plain python for one rank")
         if "RANK" not in os.environ:
-            tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-            if tasks != "1":
-                raise ConfigError(f"srun started {tasks} tasks, but RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
-                                  "MASTER_PORT are not set: start one torchrun a node with srun")
             return cls(0, 1, 0)
+        _check_against_slurm()
         for name in (*names[:3], "MASTER_PORT"):
             if not os.environ[name].isdecimal():
                 raise ConfigError(f"{name} is {os.environ[name]!r}: the launcher must set it to a whole number")
@@ -57,6 +63,23 @@ class Ranks:
             if not 0 <= value < world_size:
                 raise ConfigError(f"{name} is {value}: it must lie in 0..{world_size - 1} for WORLD_SIZE {world_size}")
         return cls(rank, world_size, local_rank)
+
+
+def _check_against_slurm() -> None:
+    """Refuse variables of another job, and a launcher in each of several tasks. Raises ConfigError."""
+    tasks = slurm.num_tasks(os.environ)
+    if tasks == 1:
+        return
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
+        if tasks != int(nodes):
+            raise ConfigError(f"srun started {tasks} tasks, and each a torchrun for {nodes} nodes, "
+                              f"{tasks} x {os.environ['LOCAL_WORLD_SIZE']} processes: give srun --ntasks-per-node=1")
+        return
+    for name, theirs in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")):
+        if os.environ[name] != os.environ[theirs]:
+            raise ConfigError(f"{name} is {os.environ[name]} but {theirs} is {os.environ[theirs]}: unset RANK, "
+                              "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which are left from elsewhere")
 
 
 class Mesh:
@@ -75,9 +98,10 @@ class Mesh:
         self.tensor_parallel_size = tensor_parallel_size
         self.num_engines = self.world_size // tensor_parallel_size
         self.engine_index, self.engine_rank = divmod(self._rank, tensor_parallel_size)
-        self.phase = "start-up"
+        self._place = Place(0, "start-up", time.monotonic())
         self._make_process_group(ranks, config.timeout_s)
-        self._watcher = AbortWatcher(self._rank) if self.world_size > 1 else None
+        self._watcher = AbortWatcher(self._rank, self.world_size, config.timeout_s,
+                                     lambda: self._place) if self.world_size > 1 else None
         seed_everything(seed + self._rank)
         if config.full_determinism:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -90,7 +114,7 @@ class Mesh:
         count = torch.cuda.device_count()
         if local_rank >= count:
             raise ConfigError(f"LOCAL_RANK is {local_rank} but this host shows {count} GPUs: start at most {count} "
-                              "ranks a host, or set mesh.device cpu")
+                              "ranks a host, or set mesh.device cpu (srun: --gpu-bind=none shows each task all GPUs)")
         # Before the first collective: object collectives put their buffers on the current device.
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
@@ -102,7 +126,25 @@ class Mesh:
                               MASTER_PORT=str(free_port()))
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         # No device_id: with it every later group would be made eagerly, and NCCL would take its memory up front.
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        timeout = timedelta(seconds=timeout_s)
+        # For the groups that DeepSpeed and vLLM make, which take torch's default: 10 minutes with NCCL.
+        c10d: Any = dist.distributed_c10d
+        c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except dist.DistNetworkError as error:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise ConfigError(f"MASTER_ADDR and MASTER_PORT are {where}: the ranks cannot meet there "
+                              f"({str(error).splitlines()[0]}); set another MASTER_PORT") from None
+
+    @property
+    def phase(self) -> str:
+        """What the ranks are doing, for messages."""
+        return self._place.phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._place = Place(self._place.count + 1, phase, time.monotonic())
 
     # What only one rank does. -----------------------------------------------------------------------------------
 
@@ -137,6 +179,7 @@ class Mesh:
         """Every rank's value, in rank order. Objects hold no CUDA tensors (they would land on their own device)."""
         if self.world_size == 1:
             return [value]
+        self.phase = self.phase  # arrived: who has not is late
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, value)
         return gathered
@@ -173,25 +216,46 @@ class Mesh:
         No clean-up: destroying groups or engines waits for peers that are inside other collectives.
         """
         text = "".join(traceback.format_exception(error))
+        if self._watcher and "timed out" in str(error).lower():
+            text += self._watcher.describe_others() + "\n"
         print(f"\n[rank {self._rank}] failed in phase {self.phase}:\n{text}", file=sys.stderr, flush=True)
         if self._watcher:
             self._watcher.abort(f"rank {self._rank} failed in phase {self.phase}: {type(error).__name__}: {error}")
         leave(1)
 
 
-class AbortWatcher:
-    """A thread that ends this process once any rank has set the abort key.
+@dataclass(frozen=True)
+class Place:
+    """How far a rank has come: ranks pass the same phases and collectives in the same order."""
 
-    It has a connection to the store of its own: the process group's client is locked while it waits.
+    count: int
+    """Phases and collectives entered so far."""
+    phase: str
+    since: float
+    """time.monotonic() of the last of them."""
+
+    def report(self) -> str:
+        """`count seconds phase`, for other hosts, whose clocks differ."""
+        return f"{self.count} {time.monotonic() - self.since:.0f} {self.phase}"
+
+
+class AbortWatcher:
+    """A thread that ends this process once any rank has set the abort key, and sets it itself for ranks that vanished
+    or that keep the others waiting for almost mesh.timeout_s.
+
+    It has a connection to the store of its own: the process group's client is locked while it waits. Each rank tells
+    the store where it is, and looks whether the next rank still does: one read a rank and beat.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, world_size: int, timeout_s: float, place: Callable[[], Place]) -> None:
+        self._rank, self._world_size, self._timeout_s, self._place = rank, world_size, timeout_s, place
         self._stop = threading.Event()
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._key = f"{ABORT_KEY}/{attempt}"
         self._store = self._connect()
         self._abort_store = self._connect()
+        self._next_beat, self._beats = 0.0, 0
+        self._seen, self._seen_at = b"", time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="abort-watcher", daemon=True)
         self._thread.start()
 
@@ -203,12 +267,68 @@ class AbortWatcher:
     def _watch(self) -> None:
         while not self._stop.wait(ABORT_POLL_S):
             try:
-                reason = self._store.get(self._key).decode() if self._store.check([self._key]) else None
+                reason = self._look()
             except dist.DistError as error:
                 reason = f"the rendezvous store is gone, so the process that held it is: {error}"
             if reason and not self._stop.is_set():
                 print(f"[rank {self._rank}] leaves: {reason}", file=sys.stderr, flush=True)
                 leave(1)
+
+    def _look(self) -> str | None:
+        """Why to leave, or None."""
+        if self._store.check([self._key]):
+            return self._store.get(self._key).decode()
+        if time.monotonic() >= self._next_beat:
+            self._next_beat, self._beats = time.monotonic() + BEAT_S, self._beats + 1
+            self._store.set(self._beat_key(self._rank), f"{self._beats} {self._place().report()}")
+            vanished = self._vanished((self._rank + 1) % self._world_size)
+            if vanished:
+                return self._tell(vanished)
+        place = self._place()
+        waited_s = time.monotonic() - place.since
+        if waited_s >= LATE_SHARE * self._timeout_s:
+            late = [f"rank {rank} (in phase {phase} for {seconds} s)"
+                    for rank, count, seconds, phase in self._others(self._store) if count < place.count]
+            if late:
+                return self._tell(f"rank {self._rank} has waited {waited_s:.0f} s in phase {place.phase} for "
+                                  f"{', '.join(late)}; mesh.timeout_s is {self._timeout_s:g}")
+        return None
+
+    def _beat_key(self, rank: int) -> str:
+        return f"{self._key}/beat/{rank}"
+
+    def _vanished(self, rank: int) -> str | None:
+        """A message once the rank has told the store nothing new for VANISHED_S: killed, or on a host that is gone."""
+        key = self._beat_key(rank)
+        seen = self._store.get(key) if self._store.check([key]) else b""
+        if seen != self._seen:
+            self._seen, self._seen_at = seen, time.monotonic()
+        silent_s = time.monotonic() - self._seen_at
+        if silent_s < VANISHED_S:
+            return None
+        phase = seen.decode().split(" ", 3)[3] if seen else "start-up"
+        return f"rank {rank} has vanished: no sign of life for {silent_s:.0f} s, last seen in phase {phase}"
+
+    def _others(self, store: dist.TCPStore) -> list[tuple[int, int, int, str]]:
+        """(rank, count, seconds, phase) of the other ranks that have said so."""
+        found = []
+        for rank in range(self._world_size):
+            if rank != self._rank and store.check([self._beat_key(rank)]):
+                _, count, seconds, phase = store.get(self._beat_key(rank)).decode().split(" ", 3)
+                found.append((rank, int(count), int(seconds), phase))
+        return found
+
+    def describe_others(self) -> str:
+        """Where the other ranks are, a line each; for an error that came from waiting for them."""
+        try:
+            return "\n".join(f"rank {rank} is in phase {phase} for {seconds} s"
+                             for rank, _, seconds, phase in self._others(self._abort_store))
+        except dist.DistError as error:
+            return f"the rendezvous store is gone: {error}"
+
+    def _tell(self, reason: str) -> str:
+        self._store.set(self._key, reason)
+        return reason
 
     def abort(self, reason: str) -> None:
         """Tell every rank to leave."""
@@ -263,6 +383,26 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def generator_states() -> dict[str, Any]:
+    """States of Python's, NumPy's, torch's and the current GPU's generators, as plain values and tensors."""
+    import numpy as np
+
+    kind, keys, *rest = np.random.get_state()
+    return {"python": random.getstate(), "numpy": (kind, [int(key) for key in keys], *rest),
+            "torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None}
+
+
+def restore_generators(states: dict[str, Any]) -> None:
+    """The reverse of `generator_states`."""
+    import numpy as np
+
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None:
+        torch.cuda.set_rng_state(states["cuda"])
+
+
 @contextlib.contextmanager
 def preserved_process_state() -> Iterator[None]:
     """Generators, environment and thread counts are the same after the block as before.
@@ -270,11 +410,7 @@ def preserved_process_state() -> Iterator[None]:
     Building a vLLM engine seeds all generators, overwrites LOCAL_WORLD_SIZE and others, and on CPU
     replaces torch.set_num_threads by a function that does nothing.
     """
-    import numpy as np
-
-    environment = dict(os.environ)
-    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    environment, states = dict(os.environ), generator_states()
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     dtype = torch.get_default_dtype()
     try:
@@ -284,11 +420,7 @@ def preserved_process_state() -> Iterator[None]:
             del os.environ[name]
         # Only what changed: other threads may be reading the environment.
         os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
-        if cuda_state is not None:
-            torch.cuda.set_rng_state(cuda_state)
+        restore_generators(states)
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
         torch.set_default_dtype(dtype)

@@ -116,11 +116,11 @@ def combine(ranks: Sequence[Reported]) -> dict[str, float]:
 def completion_metrics(completions: Sequence[Completion], reward_names: Sequence[str]) -> dict[str, float]:
     """TRL's names, over the whole step's completions (at least one)."""
     lengths = [len(c.token_ids) for c in completions]
-    deviations, num_flat = group_spread([c.reward for c in completions], [c.group for c in completions])
+    spread = list(group_spread([c.reward for c in completions], [c.group for c in completions]).values())
     metrics = {
-        "reward": _mean([c.reward for c in completions]),
-        "reward_std": _mean(deviations),
-        "frac_reward_zero_std": num_flat / len(deviations),
+        "reward": _mean([c.reward for c in completions if c.reward is not None]),
+        "reward_std": _mean(spread),
+        "frac_reward_zero_std": _mean([s == 0 for s in spread]),
         "completions/mean_length": _mean(lengths),
         "completions/min_length": min(lengths),
         "completions/max_length": max(lengths),
@@ -137,14 +137,14 @@ def completion_metrics(completions: Sequence[Completion], reward_names: Sequence
 
 
 def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return sum(values) / len(values) if values else 0.0
 
 
 class JsonLines:
     """metrics.jsonl: one object a line, with `step`; a line is whole on disk or absent."""
 
     def __init__(self, path: str) -> None:
-        self._file = open(path, "w", encoding="utf-8")
+        self._file = open(path, "a", encoding="utf-8")  # a run that goes on has the lines up to there already
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
@@ -155,14 +155,15 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars as TensorBoard events; those of an older run in the same folder go."""
+    """Scalars as TensorBoard events; those of steps after `steps_done` that are there already are superseded."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, steps_done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        for old in glob.glob(os.path.join(folder, "events.out.tfevents.*")):
-            os.remove(old)
-        self._writer = SummaryWriter(folder)
+        if not steps_done:
+            for old in glob.glob(os.path.join(folder, "events.out.tfevents.*")):
+                os.remove(old)  # of a run that ended in its first steps
+        self._writer = SummaryWriter(folder, purge_step=steps_done + 1 if steps_done else None)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
@@ -200,9 +201,9 @@ class Console:
         """Nothing is open."""
 
 
-def make_sinks(config: MetricsConfig, output_dir: str, max_steps: int) -> list[Sink]:
-    """The sinks of a run, in its folder."""
+def make_sinks(config: MetricsConfig, output_dir: str, max_steps: int, steps_done: int = 0) -> list[Sink]:
+    """The sinks of a run, in its folder; steps_done: where a run that goes on stands."""
     sinks: list[Sink] = [JsonLines(os.path.join(output_dir, "metrics.jsonl")), Console(max_steps)]
     if config.tensorboard:
-        sinks.append(TensorBoard(os.path.join(output_dir, "tensorboard")))
+        sinks.append(TensorBoard(os.path.join(output_dir, "tensorboard"), steps_done))
     return sinks

@@ -6,6 +6,7 @@ accumulation steps is off.
 """
 
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ class StepResult:
     learning_rate: float
     grad_norm: float
     """Global norm before clipping."""
+    is_applied: bool
+    """False where the gradient was not finite: weights, moments and schedule stay as they were."""
 
 
 class Engine:
@@ -42,6 +45,8 @@ class Engine:
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        # Its CPU collectives are compiled at the first start, under a lock that a killed process leaves for ever.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_init_required=False)  # it takes over the default group; zero.Init needs it
         self._deepspeed, self._config, self._mesh = deepspeed, config, mesh
         self.zero_stage = ds_config["zero_optimization"]["stage"]
@@ -67,10 +72,10 @@ class Engine:
                            self._temperature)
 
     @torch.no_grad()
-    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """logprobs_N of each row, without gradient. Collective at stage 3."""
+    def score(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
+        """(logprobs_N, entropy_N) of each row, without gradient. Collective at stage 3."""
         self.engine.eval()
-        return [self._forward(mb)[0] for mb in micro_batches]
+        return [self._forward(mb) for mb in micro_batches]
 
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """(Hugging Face name, parameter) in the model's order, a tied one once."""
@@ -99,13 +104,15 @@ class Policy(Engine):
 
     def __init__(self, config: Config, mesh: Mesh, hf_config: Any) -> None:
         """Build the engine; collective."""
+        self._nonfinite_in_a_row = 0
         ds_config = deepspeed_config(config, config.policy.zero_stage)
         super().__init__(config, mesh, hf_config, ds_config)
         if config.policy.gradient_checkpointing:
             self.model.lm.gradient_checkpointing_enable({"use_reentrant": False})
         optimizer = _make_optimizer(self.model, config, mesh.device)
         p = config.policy
-        scheduler = get_scheduler(p.lr_scheduler_type, optimizer, p.warmup_steps, config.run.max_steps)
+        num_updates = config.run.max_steps * config.updates_per_step
+        scheduler = get_scheduler(p.lr_scheduler_type, optimizer, p.warmup_steps, num_updates)
         self.engine, *_ = self._deepspeed.initialize(model=self.model, optimizer=optimizer, config=ds_config,
                                                      lr_scheduler=scheduler)
 
@@ -124,19 +131,42 @@ class Policy(Engine):
             self.engine.backward(part * self._mesh.world_size, scale_wrt_gas=False)
 
     def step(self) -> StepResult:
-        """Clip and apply the gradient. Raises FloatingPointError where it is not finite (on all ranks alike)."""
+        """Clip and apply the gradient, or skip a gradient that is not finite (on all ranks alike).
+
+        Raises FloatingPointError after policy.max_nonfinite_steps of the latter in a row.
+        """
         learning_rate = self.engine.get_lr()[0]
         norm = self._unsharded_grad_norm() if self.zero_stage == 0 else None
-        self.engine.step()
+        is_applied = norm is None or math.isfinite(norm)
+        if is_applied:
+            self.engine.step()
+            is_applied = self.engine.was_step_applied()
+        else:
+            self.engine.zero_grad()  # at stage 0 in fp32 DeepSpeed would apply it
         norm = float(self.engine.get_global_grad_norm()) if norm is None else norm
-        if not torch.isfinite(torch.tensor(norm)):
-            raise FloatingPointError(f"the gradient's norm is {norm}: DeepSpeed drops such a step silently")
-        return StepResult(learning_rate, norm)
+        self._nonfinite_in_a_row = 0 if is_applied else self._nonfinite_in_a_row + 1
+        if self._nonfinite_in_a_row >= self._config.policy.max_nonfinite_steps:
+            raise FloatingPointError(f"the gradient was not finite in {self._nonfinite_in_a_row} optimizer steps in a "
+                                     "row (policy.max_nonfinite_steps)")
+        return StepResult(learning_rate, norm, is_applied)
+
+    def save(self, folder: str) -> None:
+        """Write weights, fp32 masters, moments and schedule, each rank its shards, into `folder`. Collective."""
+        parent, tag = os.path.split(folder)
+        self.engine.save_checkpoint(parent, tag=tag, save_latest=False)
+
+    def load(self, folder: str) -> None:
+        """Take all of that back, on as many ranks and at the stage that wrote it, in a fresh engine. Collective."""
+        parent, tag = os.path.split(folder)
+        path, _ = self.engine.load_checkpoint(parent, tag=tag)
+        if path is None:  # DeepSpeed only warns
+            raise RuntimeError(f"DeepSpeed found no checkpoint in {folder}")
 
     def _unsharded_grad_norm(self) -> float:
         """DeepSpeed reports none at stage 0; every rank holds the whole, reduced gradient."""
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        return float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
+        squares = [torch.linalg.vector_norm(g, dtype=torch.float32) ** 2 for g in grads]
+        return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
 
 class Reference(Engine):
@@ -149,6 +179,13 @@ class Reference(Engine):
         super().__init__(config, mesh, hf_config, ds_config)
         self.model.requires_grad_(False)
         self.engine, *_ = self._deepspeed.initialize(model=self.model, config=ds_config)
+
+    @torch.no_grad()
+    def move_towards(self, policy: Policy, share: float) -> None:
+        """reference = share * policy + (1 - share) * reference, each rank its own part (TR-DPO, Gorbatovski 2024)."""
+        for (_, mine), (_, new) in zip(self.named_parameters(), policy.named_parameters(), strict=True):
+            target, source = (getattr(p, "ds_tensor", p).data for p in (mine, new))
+            target.copy_(torch.lerp(target.float(), source.float(), share))
 
 
 def deepspeed_config(config: Config, stage: int) -> dict[str, Any]:

@@ -38,6 +38,10 @@ class PromptSampler:
         first = step * self._prompts_per_step
         return [self._at(place) for place in range(first, first + self._prompts_per_step)]
 
+    def draw_again(self, step: int, round_: int, count: int) -> list[Prompt]:
+        """Prompts for groups of the step that taught nothing: a function of (seed, step, round) too, out of turn."""
+        return random.Random(f"{self._seed}/{step}/{round_}").choices(self._prompts, k=count)
+
     def epoch(self, step: int) -> float:
         """Epochs done after this step."""
         return (step + 1) * self._prompts_per_step / len(self._prompts)

@@ -23,14 +23,17 @@ RewardFunction = Callable[..., Any]
 class Rewards:
     """The functions of a run, with their weights."""
 
-    def __init__(self, config: RewardsConfig) -> None:
-        """Raises ConfigError for a function that cannot be found or is named twice, or whose extra is not installed."""
+    def __init__(self, config: RewardsConfig, max_completion_length: int = 0) -> None:
+        """max_completion_length: for soft_overlong alone.
+
+        Raises ConfigError for a function that cannot be found or is named twice, or whose extra is not installed.
+        """
         if len(set(config.functions)) < len(config.functions):
             raise ConfigError(f"rewards.functions is {config.functions}: name each once; weigh it by rewards.weights")
-        self._functions = {name: _find(name, config) for name in config.functions}
+        self._functions = {name: _find(name, config, max_completion_length) for name in config.functions}
         short = [name.rsplit(":", 1)[-1] for name in self._functions]
         self.names = short if len(set(short)) == len(short) else list(self._functions)
-        self._weights = config.weights or [1.0] * len(self.names)
+        self.weights = config.weights or [1.0] * len(self.names)
 
     def check_columns(self, prompts: Sequence[Prompt], source: str) -> None:
         """Raises ConfigError, before anything is loaded, where a built-in's column is not in the data."""
@@ -60,7 +63,8 @@ class Rewards:
             scores.append(check_result(name, result, len(completions)))
         for i, completion in enumerate(completions):
             completion.rewards = [values[i] for values in scores]
-            completion.reward = sum(w * r for w, r in zip(self._weights, completion.rewards) if r is not None)
+            scored = [w * r for w, r in zip(self.weights, completion.rewards, strict=True) if r is not None]
+            completion.reward = sum(scored) if scored else None
 
 
 async def _wait(result: Any) -> Any:
@@ -158,16 +162,30 @@ class ReasoningGym:
         return [self._gym.get_score_answer_fn(t)(c.strip(), {"answer": a, "metadata": m}) for c, t, a, m in rows]
 
 
+class SoftOverlong:
+    """0 up to `buffer` tokens below the limit, then linearly down to -1 at it (soft overlong punishment, DAPO 2025)."""
+
+    def __init__(self, buffer: int, max_completion_length: int) -> None:
+        self._buffer, self._free = buffer, max_completion_length - buffer
+
+    def __call__(self, completion_ids: list[list[int]], **_: list) -> list[float]:
+        """One float a completion."""
+        return [min(0.0, (self._free - len(ids)) / self._buffer) for ids in completion_ids]
+
+
 BUILT_IN: dict[str, Callable[[RewardsConfig], RewardFunction]] = {
     "exact_match": ExactMatch, "regex": Regex, "math_verify": MathVerify, "reasoning_gym": ReasoningGym,
 }
 
 
-def _find(name: str, config: RewardsConfig) -> RewardFunction:
+def _find(name: str, config: RewardsConfig, max_completion_length: int) -> RewardFunction:
     if ":" in name:
         return load_function(name, "rewards.functions")
+    if name == "soft_overlong":
+        return SoftOverlong(config.overlong_buffer, max_completion_length)
     if name not in BUILT_IN:
-        raise ConfigError(f"rewards.functions has {name!r}: set one of {', '.join(BUILT_IN)}, or module:function")
+        known = ", ".join([*BUILT_IN, "soft_overlong"])
+        raise ConfigError(f"rewards.functions has {name!r}: set one of {known}, or module:function")
     return BUILT_IN[name](config)
 
 

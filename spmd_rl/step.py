@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spmd_rl.advantages import group_advantages
-from spmd_rl.batch import Completion, MicroBatch, StepTotals, Tensor, pack, plan_step
+from spmd_rl.advantages import group_advantages, group_spread, normalize_then_sum
+from spmd_rl.batch import Completion, MicroBatch, Prompt, StepTotals, Tensor, minibatches, pack, plan_step
 from spmd_rl.config import Config
-from spmd_rl.losses import LossInputs, TokenLoss, loss_metrics, policy_loss
+from spmd_rl.losses import (LossInputs, TokenLoss, completion_kl, loss_metrics, old_entropies, policy_loss, quantile)
 from spmd_rl.memory import Memory
 from spmd_rl.mesh import Mesh
 from spmd_rl.metrics import Metrics, completion_metrics
@@ -33,7 +33,7 @@ class Parts:
     reference: Reference | None
     weight_sync: WeightSync
     memory: Memory
-    user_advantages: Callable[[list[float], list[int]], Sequence[float]] | None = None
+    user_advantages: Callable[[list[float | None], list[int]], Sequence[float]] | None = None
     user_loss: TokenLoss | None = None
 
 
@@ -44,73 +44,151 @@ def train_step(parts: Parts, step: int) -> dict[str, float]:
         parts.memory.enter("train")
         with parts.metrics.timed("learn"):
             learn(parts, completions)
+        refresh_reference(parts, step)
         sync(parts)
     return parts.metrics.reduce()
 
 
 def sample(parts: Parts, step: int) -> list[Completion]:
     """The step's completions of all ranks, in order of prompt and sample, with rewards and advantages."""
-    config, mesh, metrics = parts.config, parts.mesh, parts.metrics
-    prompts = parts.sampler.draw(step)
-    mine = mesh.engine_share(range(len(prompts)))
-    first = mine[0] if mine else 0
-    with metrics.timed("rollout"):
-        sampling = Sampling(config.rollout.num_generations, config.rollout.max_completion_length)
-        sampled = parts.rollout.generate([prompts[i] for i in mine], first, step, sampling)
-    with metrics.timed("reward"):
-        scored = mesh.rank_share_of_engine(sampled)
-        parts.rewards.score([prompts[c.group] for c in scored], scored)
-    with metrics.timed("gather"):
-        completions = mesh.gather_lists(scored)
+    config, metrics = parts.config, parts.metrics
+    completions = sample_prompts(parts, parts.sampler.draw(step), 0, step)
+    for round_ in range(1, config.rollout.resample_rounds + 1):
+        # Every rank has all rewards, so all decide alike.
+        kept = with_spread(completions)
+        num_missing = config.batch.prompts_per_step - len({c.group for c in kept})
+        if not num_missing:
+            break
+        prompts = parts.sampler.draw_again(step, round_, num_missing)
+        completions = kept + sample_prompts(parts, prompts, round_ * config.batch.prompts_per_step, step)
+        metrics.maximum("resampling/rounds", round_)
+    if config.rollout.resample_rounds:
+        completions = with_spread(completions) or completions  # only flat groups: a step without gradient
     set_advantages(parts, completions)
+    for completion in completions:
+        completion.is_trained = not (config.loss.mask_truncated_completions and completion.finish_reason == "length")
     for name, value in completion_metrics(completions, parts.rewards.names).items():
         metrics.maximum(name, value)  # every rank has them all
     metrics.maximum("epoch", parts.sampler.epoch(step))
     return completions
 
 
+def sample_prompts(parts: Parts, prompts: Sequence[Prompt], first_group: int, step: int) -> list[Completion]:
+    """Completions of all ranks for these prompts, scored; groups count from `first_group`. Collective."""
+    config, mesh, metrics = parts.config, parts.mesh, parts.metrics
+    mine = mesh.engine_share(range(len(prompts)))
+    first = mine[0] if mine else 0
+    with metrics.timed("rollout"):
+        sampling = Sampling(config.rollout.num_generations, config.rollout.max_completion_length)
+        sampled = parts.rollout.generate([prompts[i] for i in mine], first_group + first, step, sampling)
+    with metrics.timed("reward"):
+        scored = mesh.rank_share_of_engine(sampled)
+        parts.rewards.score([prompts[c.group - first_group] for c in scored], scored)
+    with metrics.timed("gather"):
+        return mesh.gather_lists(scored)
+
+
+def with_spread(completions: Sequence[Completion]) -> list[Completion]:
+    """Those of groups whose rewards differ."""
+    spread = group_spread([c.reward for c in completions], [c.group for c in completions])
+    return [c for c in completions if spread[c.group] > 0]
+
+
 def set_advantages(parts: Parts, completions: Sequence[Completion]) -> None:
     """From the whole step's rewards, so that no layout changes them."""
+    config = parts.config.advantages
     rewards, groups = [c.reward for c in completions], [c.group for c in completions]
     if parts.user_advantages:
         advantages = parts.user_advantages(rewards, groups)
+    elif config.multi_objective_aggregation == "normalize_then_sum":
+        advantages = normalize_then_sum([c.rewards for c in completions], parts.rewards.weights, groups)
     else:
-        advantages = group_advantages(rewards, groups, parts.config.advantages.scale_rewards)
+        advantages = group_advantages(rewards, groups, config.scale_rewards, config.baseline)
     for completion, advantage in zip(completions, advantages, strict=True):
         completion.advantage = float(advantage)
 
 
 def learn(parts: Parts, completions: Sequence[Completion]) -> None:
-    """One optimizer step on the completions of all ranks."""
-    config, mesh, metrics, policy = parts.config, parts.mesh, parts.metrics, parts.policy
-    rows = mesh.mine(plan_step(completions, mesh.world_size, config.batch.max_tokens_per_microbatch))
-    micro_batches = [pack(row, mesh.device, policy.row_block) for row in rows]
-    totals = StepTotals.of(completions)
+    """The rollout's optimizer steps: num_minibatches of them, num_iterations times."""
+    config, mesh, metrics = parts.config, parts.mesh, parts.metrics
+    updates = []
+    for part in minibatches(completions, config.batch.num_minibatches):
+        plan = plan_step(part, mesh.world_size, config.batch.max_tokens_per_microbatch)
+        rows = [pack(row, mesh.device, parts.policy.row_block) for row in mesh.mine(plan)]
+        updates.append((rows, StepTotals.of(part)))
+    all_rows = [mb for rows, _ in updates for mb in rows]
+    score_rows(parts, all_rows)
+    if config.loss.beta > 0 and config.loss.kl_in == "reward":
+        take_kl_off(parts, completions, all_rows)
+    threshold = entropy_threshold(parts, all_rows)
+    for _ in range(config.loss.num_iterations):
+        for rows, totals in updates:
+            update(parts, rows, totals, threshold)
+    metrics.maximum("num_microbatches", len(all_rows))
+
+
+def score_rows(parts: Parts, rows: Sequence[MicroBatch]) -> None:
+    """The log-probs that the loss needs besides the current ones, each once a rollout."""
     if parts.reference:
-        with metrics.timed("reference"):
-            for mb, logprobs_N in zip(micro_batches, parts.reference.logprobs(micro_batches), strict=True):
+        with parts.metrics.timed("reference"):
+            for mb, (logprobs_N, _) in zip(rows, parts.reference.score(rows), strict=True):
                 mb.ref_logprobs_N = logprobs_N
-    if config.loss.recompute_old_logprobs:
-        with metrics.timed("old_logprobs"):
-            for mb, logprobs_N in zip(micro_batches, policy.logprobs(micro_batches), strict=True):
-                mb.old_logprobs_N = logprobs_N
+    if parts.config.needs_old_logprobs:
+        with parts.metrics.timed("old_logprobs"):
+            for mb, (logprobs_N, entropy_N) in zip(rows, parts.policy.score(rows), strict=True):
+                mb.old_logprobs_N, mb.old_entropy_N = logprobs_N, entropy_N
+
+
+def update(parts: Parts, rows: Sequence[MicroBatch], totals: StepTotals, threshold: float | None) -> None:
+    """One optimizer step on the rows of all ranks."""
+    config, metrics = parts.config, parts.metrics
 
     def loss(mb: MicroBatch, logprobs_N: Tensor, entropy_N: Tensor) -> Tensor:
         old_N = logprobs_N.detach() if mb.old_logprobs_N is None else mb.old_logprobs_N
-        inputs = LossInputs(logprobs_N, old_N, mb.advantages_N, mb.lengths_N, mb.ref_logprobs_N)
-        part = policy_loss(inputs, config.loss, totals, config.rollout.max_completion_length, parts.user_loss)
-        metrics.total("loss", part.detach())
-        for name, (value, count) in loss_metrics(inputs, config.loss, entropy_N, mb.sampler_logprobs_N).items():
+        inputs = LossInputs(logprobs_N, old_N, mb.sampler_logprobs_N, mb.advantages_N, mb.sequence_N, mb.lengths_N,
+                            entropy_N, mb.old_entropy_N, mb.ref_logprobs_N)
+        part = policy_loss(inputs, config.loss, totals, config.rollout.max_completion_length, parts.user_loss,
+                           threshold)
+        metrics.total("loss", part.detach() / config.updates_per_step)
+        for name, (value, count) in loss_metrics(inputs, config.loss).items():
             metrics.mean(name, value, count)
         return part
 
     with metrics.timed("train"):
-        policy.forward_backward(micro_batches, loss)
+        parts.policy.forward_backward(rows, loss)
     with metrics.timed("optimizer"):
-        result = policy.step()
+        result = parts.policy.step()
     metrics.maximum("grad_norm", result.grad_norm)
     metrics.maximum("learning_rate", result.learning_rate)
-    metrics.maximum("num_microbatches", len(micro_batches))
+    metrics.maximum("optimizer/skipped_steps", float(not result.is_applied))
+
+
+def take_kl_off(parts: Parts, completions: Sequence[Completion], rows: Sequence[MicroBatch]) -> None:
+    """Reward less beta times the completion's summed KL estimate, and the advantages anew. Collective."""
+    loss = parts.config.loss
+    mine = {key: value for mb in rows for key, value in completion_kl(mb, loss.kl_estimator).items()}
+    total = {key: value for part in parts.mesh.all_gather(mine) for key, value in part.items()}
+    for completion in completions:
+        if completion.reward is not None:
+            completion.reward -= loss.beta * total.get((completion.group, completion.sample), 0.0)
+    set_advantages(parts, completions)
+    for mb in rows:
+        mb.take_advantages()
+
+
+def entropy_threshold(parts: Parts, rows: Sequence[MicroBatch]) -> float | None:
+    """Entropy above which a token stands in the loss, over all ranks' tokens; None where all do. Collective then."""
+    share = parts.config.loss.top_entropy_quantile
+    if share == 1:
+        return None
+    return quantile(parts.mesh.gather_lists(old_entropies(rows)), 1 - share)
+
+
+def refresh_reference(parts: Parts, step: int) -> None:
+    """Move the reference towards the policy where this step ends a period."""
+    loss = parts.config.loss
+    if parts.reference and loss.ref_model_sync_steps and (step + 1) % loss.ref_model_sync_steps == 0:
+        parts.reference.move_towards(parts.policy, loss.ref_model_mixup_alpha)
 
 
 def sync(parts: Parts) -> None:

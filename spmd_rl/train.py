@@ -1,7 +1,8 @@
 """Train: ``torchrun --nproc_per_node N -m spmd_rl.train --config FILE [--section.option value ...]``.
 
 Plain ``python -m spmd_rl.train`` is one rank. ``--print_config`` prints the resolved config, ``--dry_run``
-checks everything that needs no weights.
+checks everything that needs no weights. A run that was ended goes on from its newest checkpoint when it is started
+again with the same options.
 """
 
 import json
@@ -9,60 +10,114 @@ import os
 import sys
 import time
 
-from spmd_rl.checkpoint import export
+from spmd_rl import checkpoint, run_folder
 from spmd_rl.config import Config, ConfigError, parse
 from spmd_rl.evaluate import evaluate
+from spmd_rl.export import export
 from spmd_rl.job import Inputs, Job, arithmetic, load_inputs
-from spmd_rl.mesh import Mesh, Ranks, say_once
+from spmd_rl.mesh import Mesh, Ranks, leave, say_once
+from spmd_rl.signals import EXIT_STOPPED, StopRequest
 from spmd_rl.step import train_step
 
 EXIT_USAGE = 2
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run from the command line; exits with 2 for a config that cannot be used, with 1 after a failure."""
+    """Run from the command line. Exit codes: 0 done, 1 a failure, 2 a config that cannot be used, 75 ended early by a
+    signal or run.max_train_minutes."""
     try:
         config, dry_run = parse(args)
         world_size = Ranks.from_environment().world_size
         inputs = load_inputs(config, world_size)
+        run_folder.check(config, world_size)
     except ConfigError as error:
         say_once(f"error: {error}", sys.stderr)
         sys.exit(EXIT_USAGE)
     say_once(arithmetic(config, inputs, world_size))
     if dry_run:
         return
-    mesh = Mesh(config.mesh, config.rollout.tensor_parallel_size, config.run.seed)
+    stop = StopRequest(config.run.max_train_minutes)
     try:
-        train(config, mesh, inputs)
+        mesh = Mesh(config.mesh, config.rollout.tensor_parallel_size, config.run.seed)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_USAGE)
+    try:
+        finished = train(config, mesh, inputs, stop)
     except BaseException as error:
         mesh.fail(error)
+    if not finished:
+        leave(EXIT_STOPPED)  # all at once: a launcher that sees the first rank leave kills the others
 
 
-def train(config: Config, mesh: Mesh, inputs: Inputs) -> None:
-    """The whole run: evaluate, steps, evaluate, export."""
-    job = Job(config, mesh, inputs)
-    parts, max_steps = job.parts, config.run.max_steps
-    accuracy = [_evaluate(job, 0)]
-    start = time.perf_counter()
-    for step in range(max_steps):
-        metrics = train_step(parts, step)
-        done = step + 1
-        parts.metrics.write(done, metrics)
-        if config.evaluate.eval_steps and done % config.evaluate.eval_steps == 0 and done < max_steps:
-            accuracy.append(_evaluate(job, done))
-        if config.checkpoint.export_steps and done % config.checkpoint.export_steps == 0 and done < max_steps:
-            _export(job, f"export-{done}")
-    train_seconds = time.perf_counter() - start
-    accuracy.append(_evaluate(job, max_steps))
+def train(config: Config, mesh: Mesh, inputs: Inputs, stop: StopRequest) -> bool:
+    """The whole run: evaluate, steps, evaluate, export. False where it was ended before its last step."""
+    job = Job(config, mesh, inputs, checkpoint.choose(config, mesh))
+    progress = job.progress
+    start = time.perf_counter() - progress.train_seconds
+    if progress.step == 0:
+        progress.accuracy_before = _evaluate(job, 0)
+        start = time.perf_counter()
+    while progress.step < config.run.max_steps:
+        reason = next((r for r in mesh.all_gather(stop.reason()) if r), None)
+        if reason:
+            _end_early(job, reason)
+            return False
+        _one_step(job)
+        progress.train_seconds = time.perf_counter() - start
+        if _is_due(config.checkpoint.save_steps, progress.step) or (
+                config.checkpoint.save_steps and progress.step == config.run.max_steps):
+            _save(job)
+    accuracy = _evaluate(job, progress.step)
     _export(job, "export")
-    for path in mesh.on_main(lambda: [os.path.join(config.run.output_dir, "summary.json")]):
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"accuracy_before": accuracy[0], "accuracy_after": accuracy[-1],
-                       "train_seconds": round(train_seconds, 2), "steps": max_steps}, file, indent=1)
+    _summarise(job, accuracy)
     job.close()
-    if accuracy[0] is not None:
-        say_once(f"held-out accuracy: {accuracy[0]:.4f} before, {accuracy[-1]:.4f} after")
+    if accuracy is not None:
+        say_once(f"held-out accuracy: {progress.accuracy_before:.4f} before, {accuracy:.4f} after")
     say_once(f"the run's files: {config.run.output_dir}")
+    return True
+
+
+def _one_step(job: Job) -> None:
+    """A step, and the evaluation and export that are due after it."""
+    config, progress, last = job.config, job.progress, job.config.run.max_steps
+    metrics = train_step(job.parts, progress.step)
+    progress.step += 1
+    progress.weights_version = job.parts.weight_sync.version
+    job.parts.metrics.write(progress.step, metrics)
+    if progress.step < last and _is_due(config.evaluate.eval_steps, progress.step):
+        _evaluate(job, progress.step)
+    if progress.step < last and _is_due(config.checkpoint.export_steps, progress.step):
+        _export(job, f"export-{progress.step}")
+
+
+def _is_due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _end_early(job: Job, reason: str) -> None:
+    """Save what is not saved yet, and agree to leave; the engines end with the process."""
+    step = job.progress.step
+    if step > job.saved_step:
+        _save(job)
+    job.parts.metrics.close()
+    say_once(f"{reason}: ended after step {step} of {job.config.run.max_steps}; start again with the same options to "
+             "go on")
+    job.mesh.leave_together()
+
+
+def _save(job: Job) -> None:
+    with job.parts.metrics.timed("save"):
+        checkpoint.save(job.progress, job.parts.policy, job.config, job.mesh)
+    job.saved_step = job.progress.step
+
+
+def _summarise(job: Job, accuracy: float | None) -> None:
+    progress = job.progress
+    for path in job.mesh.on_main(lambda: [os.path.join(job.config.run.output_dir, "summary.json")]):
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"accuracy_before": progress.accuracy_before, "accuracy_after": accuracy,
+                       "train_seconds": round(progress.train_seconds, 2), "steps": progress.step}, file, indent=1)
 
 
 def _evaluate(job: Job, step: int) -> float | None:

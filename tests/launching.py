@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +26,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SHOWN_CHARACTERS = 12_000
+TIMEOUT_S = 300  # longest launch: ten times what one takes on two idle cores
 
 
 def _has_cpu_engine() -> bool:
@@ -54,20 +55,20 @@ class Finished:
         return self
 
 
-def run(arguments: Sequence[str], *, timeout_s: float, env: dict[str, str] | None = None,
+def run(arguments: Sequence[str], *, timeout_s: float = TIMEOUT_S, env: dict[str, str] | None = None,
         cwd: str | Path | None = None) -> Finished:
     """Plain ``python ARGUMENTS``, one process."""
     return _run_all([[sys.executable, *arguments]], [env or {}], timeout_s, cwd)[0]
 
 
-def torchrun(num_ranks: int, arguments: Sequence[str], *, timeout_s: float, env: dict[str, str] | None = None,
-             cwd: str | Path | None = None) -> Finished:
+def torchrun(num_ranks: int, arguments: Sequence[str], *, timeout_s: float = TIMEOUT_S,
+             env: dict[str, str] | None = None, cwd: str | Path | None = None) -> Finished:
     """``torchrun --nproc_per_node NUM_RANKS ARGUMENTS`` on this machine."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
     return _run_all([[*launcher, *arguments]], [env or {}], timeout_s, cwd)[0]
 
 
-def without_launcher(num_ranks: int, arguments: Sequence[str], *, timeout_s: float,
+def without_launcher(num_ranks: int, arguments: Sequence[str], *, timeout_s: float = TIMEOUT_S,
                      env: dict[str, str] | None = None) -> list[Finished]:
     """Ranks as processes of their own with the launcher's variables: nothing ends one when another fails."""
     with socket.socket() as probe:
@@ -129,6 +130,26 @@ def _kill_tree(pid: int) -> None:
             pass
 
 
+class Once:
+    """Makes a thing once a key: later calls get the same result, or the same failure without another launch."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make = make
+        self._made: dict[tuple, Any] = {}
+        self._failures: dict[tuple, BaseException] = {}
+
+    def __call__(self, *key: Any) -> Any:
+        if key in self._failures:
+            raise self._failures[key]
+        if key not in self._made:
+            try:
+                self._made[key] = self._make(*key)
+            except BaseException as error:  # pytest's own failures are no Exceptions
+                self._failures[key] = error
+                raise
+        return self._made[key]
+
+
 # Inputs. ----------------------------------------------------------------------------------------------------------
 
 
@@ -179,6 +200,8 @@ def write_config(path: Path, model: Path, train: Path, output_dir: Path, **secti
         "model": {"path": str(model), "dtype": "float32"},
         "data": {"train": str(train), "max_prompt_length": 24},
         "rollout": {"num_generations": 4, "max_completion_length": 6, "enforce_eager": True},
+        # About half of the completions, so that groups are not flat.
+        "rewards": {"functions": ["regex"], "regex_pattern": "^[0-4]"},
         "batch": {"prompts_per_step": 4, "max_tokens_per_microbatch": 64},
         "policy": {"optimizer": "sgd", "learning_rate": 0.1, "gradient_checkpointing": False},
     }

@@ -8,7 +8,7 @@ import collections
 import json
 
 import pytest
-from launching import ROOT, needs_cpu_engine, torchrun, write_config
+from launching import ROOT, Once, needs_cpu_engine, torchrun, write_config
 
 from spmd_rl.config import DataConfig, ModelConfig
 from spmd_rl.prompts import PromptSampler, load_prompts, load_tokenizer
@@ -29,22 +29,20 @@ class Launches:
     """Results of all cells by (model, tensor_parallel_size), made when first asked for."""
 
     def __init__(self, models, prompts_file, folder):
-        self._models, self._prompts_file, self._folder, self._results = models, prompts_file, folder, {}
+        self._models, self._prompts_file, self._folder = models, prompts_file, folder
+        self.results = Once(self._launch)
 
-    def results(self, layout):
-        if layout not in self._results:
-            model, tensor_parallel_size = layout
-            folder = self._folder / f"{model}-{tensor_parallel_size}"
-            folder.mkdir()
-            config = write_config(
-                folder / "config.yaml", self._models[model], self._prompts_file, folder / "run",
-                rollout={"tensor_parallel_size": tensor_parallel_size, "max_completion_length": MAX_COMPLETION_LENGTH,
-                         "num_generations": 8})
-            cells = [cell for cell in CELLS if cell != "uneven_engines" or tensor_parallel_size == 1]
-            torchrun(NUM_RANKS, [WORKER, str(config), str(folder / "results.json"), *cells],
-                     timeout_s=240).succeeded()
-            self._results[layout] = json.loads((folder / "results.json").read_text())
-        return self._results[layout]
+    def _launch(self, layout):
+        model, tensor_parallel_size = layout
+        folder = self._folder / f"{model}-{tensor_parallel_size}"
+        folder.mkdir()
+        config = write_config(
+            folder / "config.yaml", self._models[model], self._prompts_file, folder / "run",
+            rollout={"tensor_parallel_size": tensor_parallel_size, "max_completion_length": MAX_COMPLETION_LENGTH,
+                     "num_generations": 8})
+        cells = [cell for cell in CELLS if cell != "uneven_engines" or tensor_parallel_size == 1]
+        torchrun(NUM_RANKS, [WORKER, str(config), str(folder / "results.json"), *cells]).succeeded()
+        return json.loads((folder / "results.json").read_text())
 
 
 @pytest.fixture(scope="module")

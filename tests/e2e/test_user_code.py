@@ -50,7 +50,7 @@ def finished(model, prompts, tmp_path_factory):
         loss={"loss_type": "mine:constant_loss"}, advantages={"function": "mine:ranks_of_rewards"},
         rollout={"stop": ["1", "55"], "stop_token_ids": [SEVEN], "max_completion_length": MAX_LENGTH,
                  "num_generations": 16})
-    output = run(["-m", "spmd_rl.train", "--config", str(config)], timeout_s=120, cwd=folder).succeeded().output
+    output = run(["-m", "spmd_rl.train", "--config", str(config)], cwd=folder).succeeded().output
     calls = [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return folder, lines, calls, output

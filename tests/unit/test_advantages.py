@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from spmd_rl.advantages import group_advantages, group_spread
+from spmd_rl.advantages import group_advantages, group_spread, normalize_then_sum
 from spmd_rl.batch import Prompt
 from spmd_rl.config import RewardsConfig
 from spmd_rl.rewards import Rewards
@@ -83,7 +83,47 @@ def test_lengths_that_differ_are_refused():
 
 
 def test_spread_counts_flat_groups():
-    """(sample std of each group, groups without any spread): [0, 2] has std sqrt(2), [5, 5] none."""
-    deviations, flat = group_spread([0.0, 5.0, 2.0, 5.0], [0, 1, 0, 1])
-    assert deviations == pytest.approx([2 ** 0.5, 0.0])
-    assert flat == 1
+    """Sample std of each group: [0, 2] has sqrt(2), [5, 5] none, and one without any score none either."""
+    found = group_spread([0.0, 5.0, 2.0, 5.0, None], [0, 1, 0, 1, 2])
+    assert found == {0: pytest.approx(2 ** 0.5), 1: 0.0, 2: 0.0}
+
+
+def test_leave_one_out():
+    """RLOO: 3 less the mean of 1 and 2 is 1.5; 1 less 2.5 is -1.5; 2 less 2 is 0. = n / (n - 1) * (r - mean)."""
+    assert group_advantages([3.0, 1.0, 2.0], [0] * 3, "none", "leave_one_out") == pytest.approx([1.5, -1.5, 0.0])
+
+
+def test_scale_by_the_batch():
+    """[0, 2] and [1, 1]: differences -1, 1, 0, 0 over the std of 0 2 1 1, sqrt(2/3)."""
+    found = group_advantages([0.0, 2.0, 1.0, 1.0], [0, 0, 1, 1], "batch", epsilon=0.0)
+    assert found == pytest.approx([-1 / (2 / 3) ** 0.5, 1 / (2 / 3) ** 0.5, 0.0, 0.0])
+
+
+def test_whiten():
+    """REINFORCE++ with baseline: differences -1 1 0 0 have mean 0 and std sqrt(2/3)."""
+    found = group_advantages([0.0, 2.0, 1.0, 1.0], [0, 0, 1, 1], "whiten", epsilon=0.0)
+    assert found == pytest.approx([-1 / (2 / 3) ** 0.5, 1 / (2 / 3) ** 0.5, 0.0, 0.0])
+    assert sum(found) == pytest.approx(0.0)
+
+
+def test_unscored_completions_move_nothing():
+    """None stands in no mean and no deviation; its advantage is 0: [0, 2] as without it."""
+    for scale in ("group", "batch", "whiten", "none"):
+        found = group_advantages([0.0, None, 2.0], [0, 0, 0], scale, epsilon=0.0)
+        whole = group_advantages([0.0, 2.0], [0, 0], scale, epsilon=0.0)
+        assert found == pytest.approx([whole[0], 0.0, whole[1]])
+
+
+def test_a_partial_group_of_one_teaches_nothing():
+    """One member has no others and no deviation: 0 in every estimator."""
+    for scale in ("group", "none"):
+        for baseline in ("mean", "leave_one_out"):
+            assert group_advantages([5.0, 1.0, 3.0], [7, 8, 8], scale, baseline)[0] == 0.0
+
+
+def test_normalize_then_sum():
+    """Two rewards of very different size count the same: each is brought to +-0.7071 in its group, then weighed."""
+    scores = [[0.0, 100.0], [1.0, 0.0], [0.0, 0.0], [1.0, 100.0]]
+    found = normalize_then_sum(scores, [1.0, 1.0], [0, 0, 1, 1], epsilon=0.0)
+    # Group 0: (-, +) and (+, -) cancel; group 1: (-, -) and (+, +) give -+ sqrt(2), whitened by std sqrt(4/3).
+    assert found == pytest.approx([0.0, 0.0, -2 ** 0.5 / (4 / 3) ** 0.5, 2 ** 0.5 / (4 / 3) ** 0.5])

@@ -18,24 +18,27 @@ def draw(n, dtype=torch.float32, scale=1.0, seed=0):
     return hidden, weight, torch.randint(V, (n,), generator=g), torch.randn(n, generator=g)
 
 
-def reference(hidden, weight, targets, temperature, grad):
+def reference(hidden, weight, targets, temperature, grad, entropy_grad=None):
     """(logprobs, entropy, gradient by hidden, gradient by weight) in float64, all logits at once."""
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     logprobs_NV = torch.log_softmax(hidden @ weight.T / temperature, -1)
     logprobs_N = logprobs_NV.gather(-1, targets[:, None])[:, 0]
-    logprobs_N.backward(grad.double())
     entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+    entropy_grad = torch.zeros_like(grad) if entropy_grad is None else entropy_grad
+    (logprobs_N * grad.double() + entropy_N * entropy_grad.double()).sum().backward()
     return logprobs_N.detach(), entropy_N.detach(), hidden.grad, weight.grad
 
 
-def tiled(hidden, weight, targets, temperature, grad, tile):
+def tiled(hidden, weight, targets, temperature, grad, tile, entropy_grad=None):
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     logprobs_N, entropy_N = TiledLogprobs.apply(hidden, weight, targets, temperature, tile)
-    logprobs_N.backward(grad)
-    assert not entropy_N.requires_grad
+    total = (logprobs_N * grad).sum()
+    if entropy_grad is not None:  # else its gradient is None, which is the path without a bonus
+        total = total + (entropy_N * entropy_grad).sum()
+    total.backward()
     assert logprobs_N.dtype == entropy_N.dtype == torch.float32
     assert (hidden.grad.dtype, weight.grad.dtype) == (hidden.dtype, weight.dtype)
-    return logprobs_N.detach(), entropy_N, hidden.grad, weight.grad
+    return logprobs_N.detach(), entropy_N.detach(), hidden.grad, weight.grad
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.5, 2.0])
@@ -47,6 +50,18 @@ def test_equals_float64_for_every_tile(close, n, tile, temperature):
     expected = reference(*data[:3], temperature, data[3])
     found = tiled(*data[:3], temperature, data[3], tile)
     for a, b in zip(found, expected):
+        close(a, b, TOLERANCE)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("tile", [3, 1000])
+@pytest.mark.parametrize("n", [0, 17])
+def test_the_entropy_has_a_gradient(close, n, tile, temperature):
+    """d entropy / d logits = -p (log p + entropy) / T, together with the log-prob's: what an entropy bonus needs."""
+    data = draw(n)
+    entropy_grad = draw(n)[3].flip(0) * 2
+    expected = reference(*data[:3], temperature, data[3], entropy_grad)
+    for a, b in zip(tiled(*data[:3], temperature, data[3], tile, entropy_grad), expected):
         close(a, b, TOLERANCE)
 
 

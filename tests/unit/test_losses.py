@@ -2,13 +2,14 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from spmd_rl.batch import StepTotals, pack
 from spmd_rl.config import LossConfig
-from spmd_rl.losses import LOSSES, LossInputs, kl_k3, loss_metrics, policy_loss
+from spmd_rl.losses import LOSSES, LossInputs, kl_estimate, loss_metrics, policy_loss
 
 ADVANTAGES, LENGTHS = [1.0, -1.0, 2.0, -2.0], [1, 3, 2, 6]
 MAX_LENGTH = 8
@@ -28,16 +29,19 @@ def inputs_of(mb, dtype=torch.float64, shift=0.0):
     """Loss inputs of a packed row at ratio exp(shift), the log-probs a leaf."""
     old = mb.sampler_logprobs_N.to(dtype)
     logprobs = (old + shift).requires_grad_()
-    return LossInputs(logprobs, old, mb.advantages_N.to(dtype), mb.lengths_N.to(dtype))
+    return LossInputs(logprobs, old, old, mb.advantages_N.to(dtype), mb.sequence_N, mb.lengths_N.to(dtype),
+                      torch.zeros_like(old))
 
 
-def tokens(values, advantages=None, old=None, ref=None, lengths=None):
+def tokens(values, advantages=None, old=None, ref=None, lengths=None, sampler=None, entropy=None):
     """Loss inputs of single tokens in float64."""
     def double(numbers):
         return torch.tensor(numbers, dtype=torch.float64)
     n = len(values)
-    return LossInputs(double(values).requires_grad_(), double(old or [0.0] * n), double(advantages or [1.0] * n),
-                      double(lengths or [float(n)] * n), None if ref is None else double(ref))
+    old = double(old or [0.0] * n)
+    return LossInputs(double(values).requires_grad_(), old, old if sampler is None else double(sampler),
+                      double(advantages or [1.0] * n), torch.arange(n), double(lengths or [float(n)] * n),
+                      double(entropy or [0.0] * n), ref_logprobs_N=None if ref is None else double(ref))
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: "cut" + "-".join(map(str, cut)))
@@ -122,12 +126,10 @@ def test_case_09_clip_metrics_count_clipped_tokens_only(completion, padded):
     mb = pack(row, torch.device("cpu"), block=8 + padded)
     assert mb.input_ids_S.numel() == 8 + padded
     old = mb.sampler_logprobs_N.double()
-    inputs = LossInputs(old + torch.tensor(ratios, dtype=torch.float64).log(), old, mb.advantages_N.double(),
-                        mb.lengths_N.double())
+    inputs = replace(inputs_of(mb), logprobs_N=old + torch.tensor(ratios, dtype=torch.float64).log())
     loss = policy_loss(inputs, LossConfig(), StepTotals.of(row), 8)
     assert loss.item() == pytest.approx((-0.7 + 0.8 - 1.2 + 1.3) / 4)  # 0.05
-    entropy = torch.zeros(4)
-    found = {n: float(s) / c for n, (s, c) in loss_metrics(inputs, LossConfig(), entropy, old).items()}
+    found = {n: float(s) / c for n, (s, c) in loss_metrics(inputs, LossConfig()).items()}
     assert found["clip_ratio/region_mean"] == 0.5
     assert found["clip_ratio/low_mean"] == 0.25
     assert found["clip_ratio/high_mean"] == 0.25
@@ -141,7 +143,7 @@ def test_case_09_each_side_has_its_sign_and_its_epsilon(ratio, advantage, low, h
     """Low counts ratios below 1 - epsilon with A < 0, high those above 1 + epsilon_high with A > 0."""
     config = LossConfig(epsilon=0.2, epsilon_high=0.3)
     inputs = tokens([math.log(ratio)], [advantage])
-    found = loss_metrics(inputs, config, torch.zeros(1), torch.zeros(1))
+    found = loss_metrics(inputs, config)
     assert float(found["clip_ratio/low_mean"][0]) == low
     assert float(found["clip_ratio/high_mean"][0]) == high
     assert float(found["clip_ratio/region_mean"][0]) == low + high
@@ -170,7 +172,7 @@ def test_case_09_a_first_step_of_loss_zero_still_learns(completion, loss_type, v
 def test_kl_k3(policy, ref, value, gradient):
     """exp(d) - d - 1 with d = ref - policy: never negative, 0 only where they agree."""
     inputs = tokens([policy], ref=[ref])
-    found = kl_k3(inputs.logprobs_N, inputs.ref_logprobs_N)
+    found = kl_estimate(inputs.logprobs_N, inputs.ref_logprobs_N, "k3")
     found.backward()
     assert found.item() == pytest.approx(value, rel=1e-6, abs=1e-17)
     assert inputs.logprobs_N.grad.item() == pytest.approx(gradient, rel=1e-6, abs=1e-15)
@@ -184,13 +186,14 @@ def test_kl_is_weighed_as_the_token_loss_is(loss_type, weights):
     Two tokens of completions of 1 and 3 tokens, 4 tokens and 2 completions in the step, A = 0, beta 0.5.
     """
     inputs = tokens([-1.0, -2.0], [0.0, 0.0], old=[-1.0, -2.0], ref=[-2.0, -1.0], lengths=[1.0, 3.0])
-    found = policy_loss(inputs, LossConfig(loss_type=loss_type, beta=0.5), StepTotals(4, 2), 8)
+    config = LossConfig(loss_type=loss_type, beta=0.5, use_bias_correction_kl=False)
+    found = policy_loss(inputs, config, StepTotals(4, 2), 8)
     found.backward()
     assert found.item() == pytest.approx(0.5 * (weights[0] * 0.36787944 + weights[1] * 0.71828183), abs=1e-8)
     assert inputs.logprobs_N.grad.tolist() == pytest.approx(
         [0.5 * weights[0] * 0.63212056, -0.5 * weights[1] * 1.71828183], abs=1e-8)
     assert policy_loss(inputs, LossConfig(loss_type=loss_type), StepTotals(4, 2), 8).item() == 0.0
-    metric, count = loss_metrics(inputs, LossConfig(), torch.zeros(2), torch.zeros(2))["kl"]
+    metric, count = loss_metrics(inputs, LossConfig())["kl"]
     assert (float(metric), count) == (pytest.approx(0.36787944 + 0.71828183), 2)
 
 
@@ -213,8 +216,8 @@ def test_a_user_loss_is_weighed_by_the_steps_tokens():
 
 def test_the_gap_to_the_sampler_is_measured_on_old_logprobs():
     """|old - sampler| and exp(old - sampler): 0.5 and e^0.5, 0 and 1 -> sums 0.5 and 2.648721; no gradient."""
-    inputs = tokens([0.0, 0.0], old=[-1.0, -2.0])
-    found = loss_metrics(inputs, LossConfig(), torch.tensor([0.25, 0.5]), torch.tensor([-1.5, -2.0]))
+    inputs = tokens([0.0, 0.0], old=[-1.0, -2.0], sampler=[-1.5, -2.0], entropy=[0.25, 0.5])
+    found = loss_metrics(inputs, LossConfig())
     assert float(found["sampling/sampling_logp_difference/mean"][0]) == pytest.approx(0.5)
     assert float(found["sampling/importance_sampling_ratio/mean"][0]) == pytest.approx(math.exp(0.5) + 1)
     assert float(found["entropy"][0]) == pytest.approx(0.75)
@@ -225,6 +228,7 @@ def test_the_gap_to_the_sampler_is_measured_on_old_logprobs():
 def test_ratio_is_exactly_one_on_the_current_logprobs():
     """Old log-probs that are the current ones detached give ratio 1 bit for bit, in float32 too."""
     logprobs = torch.randn(100).mul(30).requires_grad_()
-    inputs = LossInputs(logprobs, logprobs.detach(), torch.ones(100), torch.ones(100))
-    total, count = loss_metrics(inputs, LossConfig(), torch.zeros(100), logprobs.detach())["ratio"]
+    ones = torch.ones(100)
+    inputs = LossInputs(logprobs, logprobs.detach(), logprobs.detach(), ones, torch.arange(100), ones, ones)
+    total, count = loss_metrics(inputs, LossConfig())["ratio"]
     assert float(total) == count == 100

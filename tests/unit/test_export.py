@@ -9,7 +9,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from spmd_rl.checkpoint import REPLACED, WRITING, ShardWriter, _replace, export
+from spmd_rl.export import ShardWriter, export
+from spmd_rl.files import REPLACED, WRITING, replace_folder
 from spmd_rl.config import Config, ModelConfig
 from spmd_rl.model import build, load_hf_config, read_weights, weight_files
 from spmd_rl.prompts import load_tokenizer
@@ -85,7 +86,7 @@ def test_the_new_folder_takes_the_place_of_the_old_one(tmp_path, older, leftover
             os.makedirs(name)
             with open(os.path.join(name, "file"), "w") as file:
                 file.write(name)
-    _replace(folder)
+    replace_folder(folder)
     assert os.listdir(tmp_path) == ["export"]
     with open(os.path.join(folder, "file")) as file:
         assert file.read() == folder + WRITING
@@ -107,7 +108,7 @@ def test_the_old_folder_stays_until_the_new_one_is_there(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "rename", fails)
     with pytest.raises(OSError, match="disk"):
-        _replace(folder)
+        replace_folder(folder)
     kept = [name for name in (folder, folder + REPLACED) if os.path.exists(os.path.join(name, "file"))]
     assert kept, "neither the old nor the new folder is left"
 

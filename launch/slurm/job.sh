@@ -1,0 +1,32 @@
+# Sourced by the batch files: run_job LAUNCHER OPTIONS... runs until done, and requeues the job where the run was ended
+# early and saved. A job that somebody cancelled is not requeued.
+
+run_job() {
+    local code=0
+    trap 'notice' USR1
+    trap 'cancelled=1' TERM
+    cancelled=
+    "$@" &
+    local launcher=$!
+    # `wait` returns at each signal; the launcher's own code comes with the last one.
+    while true; do
+        code=0
+        wait "$launcher" || code=$?
+        kill -0 "$launcher" 2>/dev/null || break
+    done
+    if ((code == 75)) && [[ -z $cancelled && $(job_state) != CANCELLED ]]; then
+        echo "job.sh: ended early with a checkpoint; requeued"
+        scontrol requeue "$SLURM_JOB_ID"
+        sleep 60  # SLURM ends this script when it has put the job back
+    fi
+    return "$code"
+}
+
+notice() {
+    # SLURM's notice of the time limit (--signal=B:USR1@seconds) comes to this script alone: on to every rank.
+    scancel --signal=USR1 "$SLURM_JOB_ID"
+}
+
+job_state() {
+    scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p'
+}

@@ -1,0 +1,144 @@
+"""One rank of test_checkpoint.py: trains, saves, loads and trains on, with the real policy and no engine.
+
+    torchrun --nproc_per_node N worker_checkpoint.py JOB.json
+
+JOB.json has `model`, `folder` and `cells` (name, stage, dtype). For each cell the folder gets NAME.json with what each
+rank found, and the run folder NAME with its checkpoints.
+"""
+
+import hashlib
+import json
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from worker_learn import RAGGED, completions_of
+
+from spmd_rl import checkpoint, run_folder
+from spmd_rl.checkpoint import Progress
+from spmd_rl.config import BatchConfig, CheckpointConfig, Config, MeshConfig, ModelConfig, PolicyConfig, RunConfig
+from spmd_rl.mesh import Mesh
+from spmd_rl.metrics import Metrics
+from spmd_rl.model import load_hf_config
+from spmd_rl.policy import Policy
+from spmd_rl.step import Parts, learn, set_advantages
+
+NUM_STEPS = 5
+
+
+def optimizer_tensors(policy):
+    """Masters and moments of this rank, in order."""
+    outer = policy.engine.optimizer
+    base = getattr(outer, "optimizer", outer)
+    # At stage 3 the base optimizer has its parameters only while it steps.
+    masters = getattr(outer, "fp32_partitioned_groups_flat", None) or [
+        p for group in base.param_groups for p in group["params"]]
+    moments = [state[name] for state in base.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert masters and len(moments) == 2 * len(masters), f"{len(masters)} masters, {len(moments)} moments"
+    return [t.detach() for t in masters + moments]
+
+
+def digest(tensors):
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def state_of(policy):
+    """Checksums of the weights and of the optimizer's tensors."""
+    return {"weights": digest([t for _, t in policy.full_weights(2**20)]),
+            "optimizer": digest(optimizer_tensors(policy))}
+
+
+class Cell:
+    def __init__(self, cell, job, mesh):
+        self.mesh = mesh
+        self.config = Config(
+            run=RunConfig(output_dir=str(Path(job["folder"], cell["name"])), max_steps=NUM_STEPS),
+            model=ModelConfig(path=job["model"], dtype=cell["dtype"]), checkpoint=CheckpointConfig(keep=2),
+            batch=BatchConfig(max_tokens_per_microbatch=32),
+            policy=PolicyConfig(zero_stage=cell["stage"], learning_rate=1e-3, lr_scheduler_type="linear",
+                                warmup_steps=2, gradient_checkpointing=False))
+
+    def policy(self):
+        return Policy(self.config, self.mesh, load_hf_config(self.config.model))
+
+    def learn(self, policy):
+        metrics = Metrics(self.mesh, [])
+        parts = Parts(config=self.config, mesh=self.mesh, metrics=metrics, tokenizer=None, sampler=None, rewards=None,
+                      rollout=None, policy=policy, reference=None, weight_sync=None, memory=None)
+        completions = completions_of(RAGGED)
+        set_advantages(parts, completions)
+        learn(parts, completions)
+        found = metrics.reduce()
+        return {name: found[name] for name in ("loss", "grad_norm", "learning_rate", "entropy")} | state_of(policy)
+
+    def save(self, policy, step):
+        checkpoint.save(Progress(step, step), policy, self.config, self.mesh)
+
+    def resumed(self, step):
+        """A fresh policy with the checkpoint of a step, and its state before any learning."""
+        policy = self.policy()
+        path = run_folder.checkpoint_path(self.config.run.output_dir, step)
+        assert checkpoint.load(path, policy) == Progress(step, step)
+        checkpoint.load_generators(path, self.mesh)
+        return policy, state_of(policy)
+
+
+def draws():
+    return [random.random(), float(np.random.rand()), float(torch.rand(1))]
+
+
+def run_cell(cell, job, mesh):
+    made = Cell(cell, job, mesh)
+    found = {}
+    for folder in mesh.on_main(lambda: [Path(made.config.run.output_dir)]):
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    mesh.barrier()
+    policy = made.policy()
+    found["straight"] = []
+    for step in range(1, NUM_STEPS + 1):
+        found["straight"].append(made.learn(policy))
+        if step in (1, 2):
+            made.save(policy, step)
+        if step == 2:
+            found["draws"] = draws()
+    if cell["dtype"] == "bfloat16":
+        found["masters are finer"] = any(bool((t != t.bfloat16().float()).any()) for t in optimizer_tensors(policy)
+                                         if t.dtype == torch.float32)
+    policy.close()
+
+    policy, found["loaded"] = made.resumed(2)
+    found["draws after"] = draws()
+    found["resumed"] = [made.learn(policy)]
+    made.save(policy, 3)
+    policy.close()
+
+    policy, found["loaded again"] = made.resumed(3)
+    found["resumed again"] = [made.learn(policy), made.learn(policy)]
+    policy.close()
+    results = mesh.all_gather(found)
+    for path in mesh.on_main(lambda: [Path(job["folder"], cell["name"] + ".json")]):
+        path.write_text(json.dumps(results))
+
+
+def main():
+    job = json.loads(Path(sys.argv[1]).read_text())
+    mesh = Mesh(MeshConfig(device="cpu", timeout_s=60), 1, 0)
+    try:
+        for cell in job["cells"]:
+            mesh.phase = cell["name"]
+            run_cell(cell, job, mesh)
+    except BaseException as error:
+        mesh.fail(error)
+    mesh.leave_together()
+    mesh.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""A reward that interrupts the run from inside a step, for runs that have to go on afterwards.
+
+The environment's INTERRUPT is CALL:RANK:SIGNAL[:WHOM]; in this process's CALL-th call on RANK the signal goes to this
+process, or to its parent (the launcher) where WHOM is `parent`. Evaluations are calls too. Each call takes
+REWARD_SECONDS, for runs that are interrupted from outside.
+"""
+
+import os
+import signal
+import time
+
+calls = []
+
+
+def reward(completions, answer, **columns):
+    """The share of the answer's digits that are at their places."""
+    calls.append(1)
+    time.sleep(float(os.environ.get("REWARD_SECONDS", "0")))
+    call, rank, name, whom = (os.environ.get("INTERRUPT", "0:0:TERM") + ":self").split(":")[:4]
+    if len(calls) == int(call) and os.environ["RANK"] == rank:
+        os.kill(os.getppid() if whom == "parent" else os.getpid(), signal.Signals[f"SIG{name}"])
+    return [sum(a == b for a, b in zip(text, right)) / len(right)
+            for text, right in zip(completions, answer, strict=True)]

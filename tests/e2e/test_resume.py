@@ -1,0 +1,126 @@
+"""A run that is killed, stopped by a signal and resumed is the uninterrupted run, bit by bit.
+
+Ten prompts and four a step: epochs end in the middle of steps. Two ranks; the run is killed in step 4, stopped in step
+5 and goes on from there, against a run of seven steps at once.
+"""
+
+import json
+
+import pytest
+import yaml
+from launching import ROOT, make_rows, needs_cpu_engine, run, torchrun, write_config, write_jsonl
+from safetensors.torch import load_file
+
+from spmd_rl import run_folder
+
+pytestmark = needs_cpu_engine
+REWARD = str(ROOT / "tests" / "e2e" / "interrupting.py") + ":reward"
+NUM_STEPS = 7
+LEFT_OUT = ("timing/", "perf/", "memory/")
+STAGES = [2, pytest.param(3, marks=pytest.mark.long), pytest.param(0, marks=pytest.mark.long)]
+
+
+def rows_of(folder):
+    """All lines of metrics.jsonl without what differs between any two runs."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith(LEFT_OUT)} for line in lines]
+
+
+class Runs:
+    def __init__(self, base, model, stage):
+        rows = make_rows(14, seed=3)
+        train, held_out = write_jsonl(base / "train.jsonl", rows[:10]), write_jsonl(base / "eval.jsonl", rows[10:])
+        self.folders = {name: base / name for name in ("straight", "stopped")}
+        self.config = write_config(
+            base / "config.yaml", model, train, self.folders["straight"], run={"max_steps": NUM_STEPS},
+            data={"eval": str(held_out)}, rewards={"functions": [REWARD]}, evaluate={"eval_steps": 3},
+            policy={"zero_stage": stage, "optimizer": "adamw", "learning_rate": 3e-3, "lr_scheduler_type": "linear",
+                    "warmup_steps": 2}, checkpoint={"save_steps": 1})
+        self.finished = {"straight": self.start("straight").succeeded()}
+        # Call 1 is the evaluation before the first step, call 5 the one after the third.
+        self.finished["killed"] = self.start("stopped", "6:1:KILL")
+        self.after_kill = (rows_of(self.folders["stopped"]), self.checkpoints())
+        self.finished["stopped"] = self.start("stopped", "2:1:USR1")
+        self.after_stop = (rows_of(self.folders["stopped"]), self.checkpoints())
+        self.finished["resumed"] = self.start("stopped").succeeded()
+
+    def checkpoints(self):
+        return [path.rpartition("/")[2] for path in run_folder.checkpoints(str(self.folders["stopped"]))]
+
+    def start(self, name, interrupt="0:0:TERM"):
+        return torchrun(2, ["-m", "spmd_rl.train", "--config", str(self.config), "--run.output_dir",
+                            str(self.folders[name])], timeout_s=150, env={"INTERRUPT": interrupt})
+
+
+@pytest.fixture(scope="module", params=STAGES, ids=lambda stage: f"zero{stage}")
+def runs(request, model, tmp_path_factory):
+    """All runs at one ZeRO stage."""
+    return Runs(tmp_path_factory.mktemp("resume"), model, request.param)
+
+
+def test_case_62_metrics_are_those_of_the_uninterrupted_run(runs):
+    """Every line, evaluations and learning rates among them, to the last bit: nothing twice, nothing left out."""
+    assert rows_of(runs.folders["stopped"]) == rows_of(runs.folders["straight"])
+    assert len(rows_of(runs.folders["straight"])) == NUM_STEPS + 4
+
+
+def test_weights_are_those_of_the_uninterrupted_run(runs):
+    """The exports are equal bit by bit."""
+    found, wanted = (load_file(runs.folders[name] / "export" / "model.safetensors") for name in ("stopped", "straight"))
+    assert found.keys() == wanted.keys()
+    assert all(found[name].equal(wanted[name]) for name in wanted)
+
+
+def test_case_58_a_killed_run_leaves_whole_checkpoints(runs):
+    """Killed in step 4: the checkpoints of steps 2 and 3 are there, the others were rotated out."""
+    rows, checkpoints = runs.after_kill
+    assert runs.finished["killed"].returncode != 0
+    assert checkpoints == ["step-3", "step-2"] and rows[-1]["step"] == 3
+    assert "goes on from" in runs.finished["stopped"].output
+    assert "checkpoints/step-3" in runs.finished["stopped"].output
+
+
+def test_a_signal_to_one_rank_ends_all_after_the_step(runs):
+    """Noted in step 5, on one rank only: the step is finished, saved, and every rank leaves with 75."""
+    output = runs.finished["stopped"].output
+    assert runs.after_stop[1][0] == "step-5" and runs.after_stop[0][-1]["step"] == 5
+    assert "SIGUSR1: the run ends after this step" in output and f"ended after step 5 of {NUM_STEPS}" in output
+    assert output.count("exitcode  : 75") == 2 and "failed in phase" not in output
+
+
+def test_summary_counts_the_whole_run(runs):
+    """Accuracy before is that of before the first step, and the seconds are those of all parts."""
+    found, wanted = (json.loads((runs.folders[name] / "summary.json").read_text()) for name in ("stopped", "straight"))
+    assert found.pop("train_seconds") > 0 and wanted.pop("train_seconds") > 0
+    assert found == wanted and found["steps"] == NUM_STEPS
+
+
+def test_tensorboard_has_each_step_once(runs):
+    """The scalars of the interrupted run are the lines of its metrics.jsonl."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(runs.folders["stopped"] / "tensorboard")).Reload()
+    wanted = {row["step"]: row["reward"] for row in rows_of(runs.folders["stopped"]) if "reward" in row}
+    assert {event.step: event.value for event in events.Scalars("reward")} == pytest.approx(wanted, rel=1e-6)
+    assert len(events.Scalars("reward")) == NUM_STEPS
+
+
+def test_case_66_another_layout_is_refused_with_both_numbers(runs):
+    """One rank where two wrote, and another ZeRO stage: exit code 2 and the way out, before any engine starts."""
+    arguments = ["-m", "spmd_rl.train", "--config", str(runs.config), "--run.output_dir", str(runs.folders["stopped"])]
+    finished = run(arguments, timeout_s=60)
+    assert finished.returncode == 2, finished.output
+    assert "written with 2 ranks, and this run has 1 ranks" in finished.output and "export" in finished.output
+    stage = yaml.safe_load(runs.config.read_text())["policy"]["zero_stage"]
+    finished = run([*arguments, "--policy.zero_stage", "1", "--checkpoint.resume",
+                    str(runs.folders["stopped"] / "checkpoints" / f"step-{NUM_STEPS}")], timeout_s=60)
+    assert finished.returncode == 2, finished.output
+    assert f"policy.zero_stage {stage}" in finished.output and "policy.zero_stage 1" in finished.output
+
+
+def test_another_config_is_refused_by_its_fields(runs):
+    """The folder of a run is not mixed with another's: the differing fields are named with both values."""
+    finished = run(["-m", "spmd_rl.train", "--config", str(runs.config), "--run.output_dir",
+                    str(runs.folders["stopped"]), "--run.seed", "8", "--run.max_steps", "9"], timeout_s=60)
+    assert finished.returncode == 2, finished.output
+    assert "run.seed 0 there, 8 here" in finished.output and "max_steps" not in finished.output

@@ -1,0 +1,19 @@
+"""Prints what a task makes of SLURM's variables, and the sum of a one from each rank: no engine."""
+
+import torch
+import torch.distributed as dist
+
+from spmd_rl.config import ConfigError, MeshConfig
+from spmd_rl.mesh import Mesh, Ranks
+
+try:
+    ranks = Ranks.from_environment()
+except ConfigError as error:
+    print(f"refused: {error}", flush=True)
+    raise SystemExit(2) from None
+mesh = Mesh(MeshConfig(device="cpu", timeout_s=60), 1, 0)
+ones = torch.ones(1)
+dist.all_reduce(ones)
+print(f"rank {ranks.rank} of {ranks.world_size}, local {ranks.local_rank}: sum {int(ones)}", flush=True)
+mesh.leave_together()
+mesh.close()
