@@ -2,6 +2,7 @@
 
     checkpoints/step-N/
         policy/         DeepSpeed's: weights, fp32 masters, moments, schedule, a shard a rank
+        reference/      weights of a reference that moves, a shard a rank
         rank-R.pt       generators of rank R
         metrics.jsonl   the metrics up to this step
         state.json      steps done, version of the weights, ranks, config
@@ -22,9 +23,9 @@ from spmd_rl import run_folder
 from spmd_rl.config import Config, ConfigError, as_dict
 from spmd_rl.files import WRITING, files_below, replace_folder, sync_tree
 from spmd_rl.mesh import Mesh, generator_states, restore_generators, say_once
-from spmd_rl.policy import Policy
+from spmd_rl.policy import Policy, Reference
 
-POLICY = "policy"
+POLICY, REFERENCE = "policy", "reference"
 
 
 @dataclass
@@ -66,10 +67,11 @@ def choose(config: Config, mesh: Mesh) -> str | None:
     return None
 
 
-def save(progress: Progress, policy: Policy, config: Config, mesh: Mesh) -> None:
+def save(progress: Progress, policy: Policy, reference: Reference | None, config: Config, mesh: Mesh) -> None:
     """Write checkpoints/step-N, then remove those beyond checkpoint.keep. Collective.
 
-    An error on any rank leaves the earlier checkpoints as they are; the caller ends the run on all ranks.
+    reference: written where loss.ref_model_sync_steps moves it; otherwise it is the model of the start. An error on any rank
+    leaves the earlier checkpoints as they are; the caller ends the run on all ranks.
     """
     folder = run_folder.checkpoint_path(config.run.output_dir, progress.step)
     writing = folder + WRITING
@@ -79,6 +81,8 @@ def save(progress: Progress, policy: Policy, config: Config, mesh: Mesh) -> None
         _write_state(path, progress, config, mesh)
     mesh.barrier()  # the folder is there before the others write into it
     policy.save(os.path.join(writing, POLICY))
+    if reference and config.loss.ref_model_sync_steps:
+        reference.save(os.path.join(writing, REFERENCE))
     torch.save(generator_states(), os.path.join(writing, _generators(mesh)))
     mesh.barrier()  # all files are there before they are listed
     if mesh.is_first_on_host():
@@ -101,9 +105,11 @@ def _write_state(folder: str, progress: Progress, config: Config, mesh: Mesh) ->
                     os.path.join(folder, run_folder.METRICS))
 
 
-def load(path: str, policy: Policy) -> Progress:
-    """Bring the policy to the checkpoint's state; returns where that run stood. Collective."""
+def load(path: str, policy: Policy, reference: Reference | None) -> Progress:
+    """Bring policy and reference to the checkpoint's state; returns where that run stood. Collective."""
     policy.load(os.path.join(path, POLICY))
+    if reference and os.path.exists(os.path.join(path, REFERENCE)):
+        reference.load(os.path.join(path, REFERENCE))
     state: dict[str, Any] = run_folder.read_state(path)
     return Progress(**{name: state[name] for name in asdict(Progress())})
 

@@ -103,7 +103,7 @@ class Job:
             policy = Policy(config, mesh, inputs.hf_config)
             # Its own copy of the config: each engine sets fields of it.
             reference = Reference(config, mesh, load_hf_config(config.model)) if config.loss.beta > 0 else None
-        self.progress = checkpoint_module.load(checkpoint, policy) if checkpoint else Progress()
+        self.progress = checkpoint_module.load(checkpoint, policy, reference) if checkpoint else Progress()
         self.saved_step = self.progress.step
         self.parts = Parts(
             config=config, mesh=mesh, metrics=metrics, tokenizer=inputs.tokenizer,

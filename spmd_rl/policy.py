@@ -187,6 +187,24 @@ class Reference(Engine):
             target, source = (getattr(p, "ds_tensor", p).data for p in (mine, new))
             target.copy_(torch.lerp(target.float(), source.float(), share))
 
+    def save(self, folder: str) -> None:
+        """Write its weights, each rank its shards (one rank all of them where they are not sharded)."""
+        weights = {name: getattr(p, "ds_tensor", p).data for name, p in self.named_parameters()}
+        for path in [self._file(folder)] if self.zero_stage == 3 else self._mesh.on_main(lambda: [self._file(folder)]):
+            os.makedirs(folder, exist_ok=True)
+            torch.save(weights, path)
+
+    def load(self, folder: str) -> None:
+        """Take them back, on as many ranks."""
+        weights = torch.load(self._file(folder), map_location="cpu", weights_only=True)
+        for name, parameter in self.named_parameters():
+            getattr(parameter, "ds_tensor", parameter).data.copy_(weights[name])
+
+    def _file(self, folder: str) -> str:
+        ranks = range(self._mesh.world_size)
+        number = self._mesh.mine([rank if self.zero_stage == 3 else 0 for rank in ranks])
+        return os.path.join(folder, f"rank-{number}.pt")
+
 
 def deepspeed_config(config: Config, stage: int) -> dict[str, Any]:
     """DeepSpeed's config from ours, with the raw `deepspeed` section merged in."""

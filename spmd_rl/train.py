@@ -108,7 +108,7 @@ def _end_early(job: Job, reason: str) -> None:
 
 def _save(job: Job) -> None:
     with job.parts.metrics.timed("save"):
-        checkpoint.save(job.progress, job.parts.policy, job.config, job.mesh)
+        checkpoint.save(job.progress, job.parts.policy, job.parts.reference, job.config, job.mesh)
     job.saved_step = job.progress.step
 
 

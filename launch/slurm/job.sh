@@ -15,9 +15,8 @@ run_job() {
         kill -0 "$launcher" 2>/dev/null || break
     done
     if ((code == 75)) && [[ -z $cancelled && $(job_state) != CANCELLED ]]; then
-        echo "job.sh: ended early with a checkpoint; requeued"
-        scontrol requeue "$SLURM_JOB_ID"
-        sleep 60  # SLURM ends this script when it has put the job back
+        echo "job.sh: ended early with a checkpoint; the job is put back"
+        scontrol requeue "$SLURM_JOB_ID" && exit 0
     fi
     return "$code"
 }

@@ -10,9 +10,11 @@ from spmd_rl import run_folder
 WORKER = str(ROOT / "tests" / "dist" / "worker_checkpoint.py")
 CELLS = [dict(name=f"{dtype}-{stage}", stage=stage, dtype=dtype) for dtype in ("float32", "bfloat16")
          for stage in (0, 1, 2, 3)]
+# A reference that moves: whole on each rank beside stages 0 to 2, sharded beside 3.
+CELLS += [dict(name=f"reference-{stage}", stage=stage, dtype="float32", reference=True) for stage in (2, 3)]
 NAMES = [cell["name"] for cell in CELLS]
 # (ranks, cells of one launch)
-LAUNCHES = [(2, ["float32-2", "bfloat16-0", "bfloat16-1", "bfloat16-3"]),
+LAUNCHES = [(2, ["float32-2", "bfloat16-0", "bfloat16-1", "bfloat16-3", "reference-3"]),
             pytest.param((2, NAMES), marks=pytest.mark.long), pytest.param((1, NAMES), marks=pytest.mark.long)]
 
 

@@ -18,12 +18,13 @@ from worker_learn import RAGGED, completions_of
 
 from spmd_rl import checkpoint, run_folder
 from spmd_rl.checkpoint import Progress
-from spmd_rl.config import BatchConfig, CheckpointConfig, Config, MeshConfig, ModelConfig, PolicyConfig, RunConfig
+from spmd_rl.config import (BatchConfig, CheckpointConfig, Config, LossConfig, MeshConfig, ModelConfig, PolicyConfig,
+                            RunConfig)
 from spmd_rl.mesh import Mesh
 from spmd_rl.metrics import Metrics
 from spmd_rl.model import load_hf_config
-from spmd_rl.policy import Policy
-from spmd_rl.step import Parts, learn, set_advantages
+from spmd_rl.policy import Policy, Reference
+from spmd_rl.step import Parts, learn, refresh_reference, set_advantages
 
 NUM_STEPS = 5
 
@@ -48,9 +49,9 @@ def digest(tensors):
     return found.hexdigest()
 
 
-def state_of(policy):
-    """Checksums of the weights and of the optimizer's tensors."""
-    return {"weights": digest([t for _, t in policy.full_weights(2**20)]),
+def state_of(policy, reference):
+    """Checksums of the weights, the reference's among them, and of the optimizer's tensors."""
+    return {"weights": digest([t for engine in (policy, reference) if engine for _, t in engine.full_weights(2**20)]),
             "optimizer": digest(optimizer_tensors(policy))}
 
 
@@ -61,32 +62,44 @@ class Cell:
             run=RunConfig(output_dir=str(Path(job["folder"], cell["name"])), max_steps=NUM_STEPS),
             model=ModelConfig(path=job["model"], dtype=cell["dtype"]), checkpoint=CheckpointConfig(keep=2),
             batch=BatchConfig(max_tokens_per_microbatch=32),
+            loss=LossConfig(beta=0.1, ref_model_sync_steps=1) if cell.get("reference") else LossConfig(),
             policy=PolicyConfig(zero_stage=cell["stage"], learning_rate=1e-3, lr_scheduler_type="linear",
                                 warmup_steps=2, gradient_checkpointing=False))
 
-    def policy(self):
-        return Policy(self.config, self.mesh, load_hf_config(self.config.model))
+    def engines(self):
+        """A fresh policy, and its reference where the cell has one."""
+        policy = Policy(self.config, self.mesh, load_hf_config(self.config.model))
+        has_one = self.config.loss.beta > 0
+        return policy, Reference(self.config, self.mesh, load_hf_config(self.config.model)) if has_one else None
 
-    def learn(self, policy):
+    def learn(self, policy, reference):
         metrics = Metrics(self.mesh, [])
         parts = Parts(config=self.config, mesh=self.mesh, metrics=metrics, tokenizer=None, sampler=None, rewards=None,
-                      rollout=None, policy=policy, reference=None, weight_sync=None, memory=None)
+                      rollout=None, policy=policy, reference=reference, weight_sync=None, memory=None)
         completions = completions_of(RAGGED)
         set_advantages(parts, completions)
         learn(parts, completions)
+        refresh_reference(parts, 0)
         found = metrics.reduce()
-        return {name: found[name] for name in ("loss", "grad_norm", "learning_rate", "entropy")} | state_of(policy)
+        names = ("loss", "grad_norm", "learning_rate", "entropy", "kl")
+        return {name: found[name] for name in names if name in found} | state_of(policy, reference)
 
-    def save(self, policy, step):
-        checkpoint.save(Progress(step, step), policy, self.config, self.mesh)
+    def save(self, engines, step):
+        checkpoint.save(Progress(step, step), *engines, self.config, self.mesh)
 
     def resumed(self, step):
-        """A fresh policy with the checkpoint of a step, and its state before any learning."""
-        policy = self.policy()
+        """Fresh engines with the checkpoint of a step, and their state before any learning."""
+        engines = self.engines()
         path = run_folder.checkpoint_path(self.config.run.output_dir, step)
-        assert checkpoint.load(path, policy) == Progress(step, step)
+        assert checkpoint.load(path, *engines) == Progress(step, step)
         checkpoint.load_generators(path, self.mesh)
-        return policy, state_of(policy)
+        return engines, state_of(*engines)
+
+
+def close(engines):
+    for engine in engines:
+        if engine:
+            engine.close()
 
 
 def draws():
@@ -100,28 +113,28 @@ def run_cell(cell, job, mesh):
         folder.mkdir()
         (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     mesh.barrier()
-    policy = made.policy()
+    engines = made.engines()
     found["straight"] = []
     for step in range(1, NUM_STEPS + 1):
-        found["straight"].append(made.learn(policy))
+        found["straight"].append(made.learn(*engines))
         if step in (1, 2):
-            made.save(policy, step)
+            made.save(engines, step)
         if step == 2:
             found["draws"] = draws()
     if cell["dtype"] == "bfloat16":
-        found["masters are finer"] = any(bool((t != t.bfloat16().float()).any()) for t in optimizer_tensors(policy)
+        found["masters are finer"] = any(bool((t != t.bfloat16().float()).any()) for t in optimizer_tensors(engines[0])
                                          if t.dtype == torch.float32)
-    policy.close()
+    close(engines)
 
-    policy, found["loaded"] = made.resumed(2)
+    engines, found["loaded"] = made.resumed(2)
     found["draws after"] = draws()
-    found["resumed"] = [made.learn(policy)]
-    made.save(policy, 3)
-    policy.close()
+    found["resumed"] = [made.learn(*engines)]
+    made.save(engines, 3)
+    close(engines)
 
-    policy, found["loaded again"] = made.resumed(3)
-    found["resumed again"] = [made.learn(policy), made.learn(policy)]
-    policy.close()
+    engines, found["loaded again"] = made.resumed(3)
+    found["resumed again"] = [made.learn(*engines), made.learn(*engines)]
+    close(engines)
     results = mesh.all_gather(found)
     for path in mesh.on_main(lambda: [Path(job["folder"], cell["name"] + ".json")]):
         path.write_text(json.dumps(results))

@@ -59,7 +59,9 @@ def missing_reason():
                         ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES]):
             subprocess.run(command, env=env, timeout=300, check=False, capture_output=True)
     missing = [name for name in NEEDED if not shutil.which(name, path=path)]
-    return f"no {', '.join(missing)} (Debian: {' '.join(PACKAGES)}), and they could not be installed" if missing else None
+    if not missing:
+        return None
+    return f"no {', '.join(missing)} (Debian: {' '.join(PACKAGES)}), and they could not be installed"
 
 
 class Cluster:
@@ -142,12 +144,21 @@ class Cluster:
         return dict(part.split("=", 1) for part in shown.split() if "=" in part)
 
     def wait_for_end(self, number, timeout_s, log):
-        """The job's fields once it is over for good; a job that was put back is started without SLURM's delay."""
+        """The job's fields once it is over for good.
+
+        SLURM starts a job that was put back after two minutes; here it does so after five seconds. Within the same
+        second a node daemon would refuse it, its credential being revoked.
+        """
+        hurried = set()
+
         def over():
             fields = self.job(number)
-            if fields["JobState"] == "PENDING" and fields["Restarts"] != "0":
-                self.call("scontrol", "update", f"JobId={number}", "StartTime=now")
-            return fields["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+            if fields["JobState"] == "PENDING" and fields["Restarts"] not in {"0"} | hurried:
+                hurried.add(fields["Restarts"])
+                self.call("scontrol", "update", f"JobId={number}", "StartTime=now+5")
+            ended = fields["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+            # A job that is being put back shows the state of its first part for a moment, but is in the queue.
+            return ended and not self.call("squeue", "-h", "-j", str(number)).strip()
 
         self.wait_for(over, timeout_s, f"the end of job {number}", log)
         return self.job(number)

@@ -139,7 +139,8 @@ def test_an_array_is_a_run_a_seed(cluster, program):
     """Seeds 0 and 1, each two ranks of one node, each in a folder of its own; seed 0 is the straight run."""
     job, _, log = program.submit(cluster, "seeds.sbatch", "array", "--array=0-1", "--ntasks-per-node=2",
                                  env={"RUNS": str(program.base / "seeds"), "RANKS_PER_NODE": "2"})
-    cluster.wait_for(lambda: not cluster.call("squeue", "-h", "-j", str(job)).strip(), TIMEOUT_S, "the array's end", log)
+    cluster.wait_for(lambda: not cluster.call("squeue", "-h", "-j", str(job)).strip(), TIMEOUT_S, "the array's end",
+                     log)
     assert program.same_as_straight(program.base / "seeds" / "0"), log.read_text()
     assert len(rows_of(program.base / "seeds" / "1")) == NUM_STEPS
     assert rows_of(program.base / "seeds" / "1") != program.wanted
