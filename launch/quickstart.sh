@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From a fresh checkout to a trained model: quickstart.sh [--seed N]
 # Sets up .venv, makes a tiny model and prompts in data/quickstart where absent, and trains with GRPO on two ranks into
-# runs/quickstart (runs/quickstart-N for another seed than 0). The seed is that of prompts and training; the starting
+# runs/quickstart (runs/quickstart-N for another seed than 0); an earlier run's files there go into earlier-N. The seed is that of prompts and training; the starting
 # model is made once.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -45,7 +45,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=ignore::FutureWarnin
 make_prompts "$seed" "$train" "$heldout"
 OMP_NUM_THREADS=$(nproc) make_model
 torchrun --standalone --nproc_per_node 2 -m spmd_rl.train --config launch/configs/quickstart.yaml \
-    --model.path $model --data.train "$train" --data.eval "$heldout" --run.seed "$seed" --run.output_dir $run
+    --model.path $model --data.train "$train" --data.eval "$heldout" --run.seed "$seed" --run.output_dir $run \
+    --checkpoint.resume never
 spmd-rl report $run
 echo "starting model  $model"
 echo "prompts         $train, $heldout"

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 NAME = "spmd_rl_packed"
+MAX_COMPILATIONS = 128
 
 
 class PackedSegments:
@@ -98,10 +99,16 @@ _compiled_flex = None
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None) -> Tensor:
-    """FlexAttention, compiled once a length: dynamic shapes cost speed, and `pack` rounds lengths."""
+    """FlexAttention, compiled once a length: dynamic shapes cost speed, and `pack` rounds lengths.
+
+    A length is compiled with and without gradient, and for each window. At the compiler's limit it would go on without
+    compilation and hold all scores, 27 GiB for 16k tokens: an error is better.
+    """
     global _compiled_flex
     if _compiled_flex is None:
         from torch.nn.attention.flex_attention import flex_attention
 
         _compiled_flex = torch.compile(flex_attention, dynamic=False)
-    return _compiled_flex(query, key, value, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
+    with torch._dynamo.config.patch(recompile_limit=MAX_COMPILATIONS, fail_on_recompile_limit_hit=True):
+        return _compiled_flex(query, key, value, block_mask=mask, scale=scaling,
+                              enable_gqa=query.shape[1] != key.shape[1])

@@ -70,8 +70,8 @@ def choose(config: Config, mesh: Mesh) -> str | None:
 def save(progress: Progress, policy: Policy, reference: Reference | None, config: Config, mesh: Mesh) -> None:
     """Write checkpoints/step-N, then remove those beyond checkpoint.keep. Collective.
 
-    reference: written where loss.ref_model_sync_steps moves it; otherwise it is the model of the start. An error on any rank
-    leaves the earlier checkpoints as they are; the caller ends the run on all ranks.
+    reference: written where loss.ref_model_sync_steps moves it; otherwise it is the model of the start. An error on
+    any rank leaves the earlier checkpoints as they are; the caller ends the run on all ranks.
     """
     folder = run_folder.checkpoint_path(config.run.output_dir, progress.step)
     writing = folder + WRITING

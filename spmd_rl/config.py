@@ -232,7 +232,7 @@ class PolicyConfig:
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant"
     """Schedule over run.max_steps, as in Transformers."""
     warmup_steps: int = 0
-    """Steps of linear warm-up, where the schedule has one."""
+    """Optimizer steps of linear warm-up, the first at a learning rate of 0; constant has none."""
     weight_decay: float = 0.0
     """Decoupled weight decay of AdamW."""
     adam_beta1: float = 0.9
@@ -346,6 +346,7 @@ class Config:
 # A raw option that one of our fields decides: option -> field. Nested DeepSpeed keys are dotted.
 DEEPSPEED_OWNED = {
     "zero_optimization.stage": "policy.zero_stage",
+    "zero_optimization.memory_efficient_linear": "the program (it patches torch.nn.functional.linear for vLLM too)",
     "optimizer": "policy.optimizer",
     "scheduler": "policy.lr_scheduler_type",
     "gradient_clipping": "policy.max_grad_norm",
@@ -372,6 +373,7 @@ VLLM_OWNED = {
     "enable_sleep_mode": "memory.swap",
     "logprobs_mode": "the program (processed_logprobs)",
     "generation_config": "the rollout section",
+    "hf_overrides": "the program (the engine's model must be the policy's)",
 }
 REFUSED_RAW = {
     "vllm.enable_lora": "LoRA",
@@ -383,6 +385,7 @@ REFUSED_RAW = {
     "deepspeed.sequence_parallel_size": "sequence parallelism",
     "deepspeed.tensor_parallel": "tensor-parallel training",
 }
+REFUSED_ZERO = ("zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size")
 LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "cispo", "sapo")
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
@@ -541,6 +544,15 @@ def _check_ranges(c: Config) -> None:
              "rollout.num_generations", r.num_generations,
              "a group of one has no deviation from itself: set 2 or more, or advantages.scale_rewards: none")
     _check_loss(c)
+    updates, p = c.run.max_steps * c.updates_per_step, c.policy
+    _require(p.warmup_steps == 0 or p.lr_scheduler_type != "constant", "policy.warmup_steps", p.warmup_steps,
+             "the constant schedule has none: set policy.lr_scheduler_type constant_with_warmup, or 0 here")
+    _require(p.warmup_steps < updates, "policy.warmup_steps", p.warmup_steps,
+             f"the peak would never be reached in the run's {updates} optimizer steps; set fewer")
+    for name, beta in (("policy.adam_beta1", p.adam_beta1), ("policy.adam_beta2", p.adam_beta2)):
+        _require(0 <= beta < 1, name, beta, "set it to 0 or more and below 1")
+    _require(c.run.seed < 2**32, "run.seed", c.run.seed, "set it below 2**32")
+    _require("" not in r.stop, "rollout.stop", r.stop, "an empty text ends every completion at once; remove it")
     _require(bool(c.rewards.functions), "rewards.functions", c.rewards.functions, "name at least one")
     weights = c.rewards.weights
     _require(weights is None or len(weights) == len(c.rewards.functions), "rewards.weights", weights,
@@ -614,6 +626,11 @@ def _check_raw(c: Config) -> None:
             refused = REFUSED_RAW.get(f"{section}.{path.split('.')[0]}")
             if refused and not _asks_for_nothing(value):
                 raise ConfigError(f"{section}.{path} is {value!r}: {refused} is not supported; remove it")
+            if (section, path) == ("deepspeed", "zero_optimization"):
+                raise ConfigError(f"deepspeed.zero_optimization is {value!r}: give its options below it")
+            if path in REFUSED_ZERO:
+                raise ConfigError(f"{section}.{path} is {value!r}: weights with a second shard are not supported; "
+                                  "remove it")
             owner = next((owned[p] for p in _prefixes(path) if p in owned), None)
             if owner:
                 raise ConfigError(f"{section}.{path} is {value!r}: set by {owner}; set that and remove this")

@@ -16,6 +16,7 @@ def evaluate(parts: Parts, prompts: Sequence[Prompt]) -> dict[str, float]:
     """
     mine = parts.mesh.engine_share(range(len(prompts)))
     first = mine[0] if mine else 0
+    parts.weight_sync.check_current()
     with parts.metrics.timed("evaluate"):
         sampling = Sampling(1, parts.config.rollout.max_completion_length, greedy=True)
         sampled = parts.rollout.generate([prompts[i] for i in mine], first, STEP_EVALUATION, sampling)

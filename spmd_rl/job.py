@@ -12,7 +12,7 @@ from spmd_rl.config import Config, ConfigError, load_function
 from spmd_rl.memory import Memory
 from spmd_rl.mesh import Mesh
 from spmd_rl.metrics import Metrics, make_sinks
-from spmd_rl.model import load_hf_config
+from spmd_rl.model import load_hf_config, weight_files
 from spmd_rl.policy import Policy, Reference
 from spmd_rl.prompts import PromptSampler, load_prompts, load_tokenizer
 from spmd_rl.rewards import Rewards
@@ -44,6 +44,7 @@ def load_inputs(config: Config, world_size: int) -> Inputs:
     if longest is not None and config.max_model_len > longest:
         raise ConfigError(f"data.max_prompt_length + rollout.max_completion_length is {config.max_model_len}: "
                           f"the model takes {longest} tokens; lower one of them")
+    weight_files(config.model.path)
     rewards = Rewards(config.rewards, config.rollout.max_completion_length)
     tokenizer = load_tokenizer(config.model)
     prompts, dropped = {}, {}

@@ -52,6 +52,8 @@ class Memory:
                     torch.cuda.empty_cache()  # the pool maps memory by the driver, which sees torch's cache as taken
                 self._rollout.wake_weights()
             if Tenant.KV_CACHE in wanted:
+                if self._rollout.state is EngineState.WEIGHTS_LOADED and self._mesh.device.type == "cuda":
+                    torch.cuda.empty_cache()  # gathered weights and the reload's temporaries, for the same reason
                 self._rollout.wake_kv_cache()
             self.phase = phase
 

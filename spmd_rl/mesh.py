@@ -334,7 +334,7 @@ class AbortWatcher:
         """Tell every rank to leave."""
         self._stop.set()
         try:
-            self._abort_store.set(self._key, reason)
+            self._abort_store.compare_set(self._key, "", reason)  # the first failure is the cause of later ones
         except dist.DistError as error:
             print(f"[rank {self._rank}] could not tell the others: {error}", file=sys.stderr, flush=True)
 

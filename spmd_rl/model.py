@@ -49,10 +49,29 @@ def load_hf_config(config: ModelConfig) -> Any:
         value = getattr(hf_config, name, None)
         if value is True or value not in (None, False, 0, 1.0):  # True equals 1.0
             raise ConfigError(f"model.path is {config.path!r}: {what} are not supported ({name} is {str(value):.40})")
+    for name in _expert_counts(hf_config.to_dict()):
+        raise ConfigError(f"model.path is {config.path!r}: mixture-of-experts models are not supported ({name})")
+    if type(hf_config) in AutoModelForCausalLM._model_mapping and not config.trust_remote_code:
+        model_class: Any = AutoModelForCausalLM._model_mapping[type(hf_config)]
+        # Others compute attention by themselves, and sequences of one row would see each other.
+        if not getattr(model_class, "_supports_attention_backend", False) or getattr(hf_config, "block_types", None):
+            raise ConfigError(f"model.path is {config.path!r}: {model_class.__name__} does not take its attention from "
+                              "Transformers' attention interface, which packed rows need")
     other = set(getattr(hf_config, "layer_types", None) or ATTENTION_LAYERS) - ATTENTION_LAYERS
     if other:
         raise ConfigError(f"model.path is {config.path!r}: layers of type {', '.join(sorted(other))} are not supported")
     return hf_config
+
+
+def _expert_counts(tree: dict[str, Any]) -> list[str]:
+    """Fields at any depth that ask for more than one expert."""
+    found = []
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            found += _expert_counts(value)
+        elif "expert" in str(key) and isinstance(value, int) and not isinstance(value, bool) and value > 1:
+            found.append(f"{key} is {value}")
+    return found
 
 
 class LogprobModel(nn.Module):
@@ -134,12 +153,22 @@ def _restore_buffers(lm: Any, config: ModelConfig, hf_config: Any) -> None:
                                                 trust_remote_code=config.trust_remote_code)
     for name, module in twin.named_modules():
         own = {key: buffer for key, buffer in module._buffers.items() if buffer is not None}
-        module._buffers.update({key: torch.empty(b.shape, dtype=b.dtype, device="cpu") for key, b in own.items()})
+        module._buffers.update({key: _unset(b) for key, b in own.items()})
         if own:
             twin._init_weights(module)
+        unset = [key for key in own if bool(module._buffers[key].isnan().any())]
+        if unset:
+            raise ConfigError(f"model.path is {config.path!r}: at ZeRO stage 3 the buffers {unset} of {name} cannot be "
+                              "made; use policy.zero_stage 2")
         target = lm.get_submodule(name)
         for key in own:
             target._buffers[key] = module._buffers[key].to(target._buffers[key].device)
+
+
+def _unset(buffer: Tensor) -> Tensor:
+    """A host tensor of NaN, which shows what nothing fills; whole numbers (positions, sizes) have none and stay 0."""
+    fill = float("nan") if buffer.is_floating_point() else 0
+    return torch.full(buffer.shape, fill, dtype=buffer.dtype, device="cpu")
 
 
 def _prepare_transformers() -> None:

@@ -81,6 +81,14 @@ class Engine:
         """(Hugging Face name, parameter) in the model's order, a tied one once."""
         return list(self.model.lm.named_parameters())
 
+    @property
+    def tied_head_name(self) -> str | None:
+        """Name of the embedding that is the output projection too; None where the two are apart."""
+        head = self.model.lm.get_output_embeddings().weight
+        names = [name for name, p in self.named_parameters() if p is head]
+        embedding = self.model.lm.get_input_embeddings().weight
+        return names[0] if embedding is head else None
+
     def full_weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor) in order, streamed; at stage 3 gathered by bucket. Collective there.
 
@@ -115,6 +123,12 @@ class Policy(Engine):
         scheduler = get_scheduler(p.lr_scheduler_type, optimizer, p.warmup_steps, num_updates)
         self.engine, *_ = self._deepspeed.initialize(model=self.model, optimizer=optimizer, config=ds_config,
                                                      lr_scheduler=scheduler)
+        self.num_updates = 0
+        self._is_last_row = True
+        self._fp32_grads: dict[torch.nn.Parameter, Tensor] = {}
+        if self.zero_stage == 0 and config.model.dtype == "bfloat16":
+            for parameter in self.model.parameters():
+                parameter.register_post_accumulate_grad_hook(self._accumulate_in_fp32)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch],
                          loss: Callable[[MicroBatch, Tensor, Tensor], Tensor]) -> None:
@@ -125,10 +139,23 @@ class Policy(Engine):
         self.engine.train()
         for number, mb in enumerate(micro_batches, 1):
             # Without it ZeRO 1 and 2 keep the last row's gradient only.
-            self.engine.set_gradient_accumulation_boundary(number == len(micro_batches))
+            self._is_last_row = number == len(micro_batches)
+            self.engine.set_gradient_accumulation_boundary(self._is_last_row)
             logprobs_N, entropy_N = self._forward(mb)
             part = loss(mb, logprobs_N, entropy_N)
             self.engine.backward(part * self._mesh.world_size, scale_wrt_gas=False)
+
+    def _accumulate_in_fp32(self, parameter: torch.nn.Parameter) -> None:
+        """Keep stage 0's bf16 gradients of all but the last row in fp32, which DeepSpeed does itself at stages 1-3."""
+        grad = parameter.grad
+        assert grad is not None, "a hook without its gradient"
+        total = self._fp32_grads.pop(parameter, None)
+        total = grad.float() if total is None else total.add_(grad)
+        if self._is_last_row:
+            grad.copy_(total)
+        else:
+            self._fp32_grads[parameter] = total
+            parameter.grad = None
 
     def step(self) -> StepResult:
         """Clip and apply the gradient, or skip a gradient that is not finite (on all ranks alike).
@@ -143,6 +170,7 @@ class Policy(Engine):
             is_applied = self.engine.was_step_applied()
         else:
             self.engine.zero_grad()  # at stage 0 in fp32 DeepSpeed would apply it
+        self.num_updates += 1
         norm = float(self.engine.get_global_grad_norm()) if norm is None else norm
         self._nonfinite_in_a_row = 0 if is_applied else self._nonfinite_in_a_row + 1
         if self._nonfinite_in_a_row >= self._config.policy.max_nonfinite_steps:
@@ -221,6 +249,9 @@ def deepspeed_config(config: Config, stage: int) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own compiles for a minute
         "steps_per_print": 10**9,
     }
+    if config.model.dtype == "bfloat16" and stage > 0:
+        # In bf16 a sum stops growing once an addend is below 2^-9 of it: the gradient of many rows would be too small.
+        ours["data_types"] = {"grad_accum_dtype": "fp32"}
     return _merge(ours, config.deepspeed)
 
 

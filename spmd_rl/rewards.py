@@ -44,9 +44,9 @@ class Rewards:
                                   "rename it")
         for function in self._functions.values():
             for column in getattr(function, "columns", ()):
-                bad = next((p.row for p in prompts if column not in p.columns), None)
+                bad = next((p.row for p in prompts if p.columns.get(column) is None), None)
                 if bad is not None:
-                    raise ConfigError(f"{source}, row {bad}: no column {column!r}, which a reward needs")
+                    raise ConfigError(f"{source}, row {bad}: no column {column!r}, or null, which a reward needs")
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> None:
         """Fill `rewards` and `reward` of each completion; prompts[i] is that of completions[i]."""
@@ -60,7 +60,7 @@ class Rewards:
                               completion_ids=[c.token_ids for c in completions], **columns)
             if inspect.isawaitable(result):
                 result = asyncio.run(_wait(result))
-            scores.append(check_result(name, result, len(completions)))
+            scores.append(check_result(f"reward {name}", result, len(completions)))
         for i, completion in enumerate(completions):
             completion.rewards = [values[i] for values in scores]
             scored = [w * r for w, r in zip(self.weights, completion.rewards, strict=True) if r is not None]
@@ -72,24 +72,24 @@ async def _wait(result: Any) -> Any:
 
 
 def check_result(name: str, result: Any, expected: int) -> list[float | None]:
-    """The function's result as a list of `expected` floats or None.
+    """The function's result (a reward's, or the user's advantages) as a list of `expected` floats or None.
 
     Raises ValueError for anything else: one value spread over all completions would be trained on silently.
     """
     if not isinstance(result, (list, tuple)) and hasattr(result, "tolist"):
         result = result.tolist()
     if not isinstance(result, (list, tuple)):
-        raise ValueError(f"reward {name} returned {type(result).__name__}: return a list of {expected} floats")
+        raise ValueError(f"{name} returned {type(result).__name__}: return a list of {expected} floats")
     if len(result) != expected:
-        raise ValueError(f"reward {name} returned {len(result)} values for {expected} completions")
+        raise ValueError(f"{name} returned {len(result)} values for {expected} completions")
     checked: list[float | None] = []
     for i, value in enumerate(result):
         try:
             number = None if value is None else float(value)
         except (TypeError, ValueError):
-            raise ValueError(f"reward {name} returned {value!r} for completion {i}: return a float or None") from None
+            raise ValueError(f"{name} returned {value!r} for completion {i}: return a float or None") from None
         if number is not None and not math.isfinite(number):
-            raise ValueError(f"reward {name} returned {number} for completion {i}: return a finite float or None")
+            raise ValueError(f"{name} returned {number} for completion {i}: return a finite float or None")
         checked.append(number)
     return checked
 

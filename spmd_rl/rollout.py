@@ -52,15 +52,10 @@ class Rollout:
         self._sleeps = config.memory.swap == "engine"
         self._frees = self._sleeps and mesh.device.type == "cuda"  # elsewhere it has no sleep mode
         prepare_environment(config, mesh)
-        try:
-            import vllm
-        except ImportError as error:
-            extra = "gpu" if mesh.device.type == "cuda" else "cpu"
-            raise ConfigError(f"the sampler is not installed: pip install 'spmd-rl[{extra}]' ({error})") from None
-        self._vllm: Any = vllm
         self.version: int | None = None
         with preserved_process_state():
-            self._llm: Any = vllm.LLM(**engine_arguments(config, mesh))
+            self._vllm = _import_vllm(mesh)
+            self._llm: Any = self._vllm.LLM(**engine_arguments(config, mesh))
         self.state = EngineState.WEIGHTS_AWAKE  # and the KV cache, over weights that mean nothing
         self.sleep()
 
@@ -141,6 +136,10 @@ class Rollout:
 
     # Weights. ---------------------------------------------------------------------------------------------------
 
+    def expected_weights(self) -> set[str]:
+        """Hugging Face names of all tensors that the engine's model needs: its fused ones taken apart."""
+        return self._llm.apply_model(hf_names)[0]
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take whole weights by Hugging Face name, streamed; the engine is of `version` once all are in.
 
@@ -157,6 +156,28 @@ class Rollout:
         """Shut the engine down. vLLM takes every process group with it, the default one too: leave together first."""
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm
+
+
+def _import_vllm(mesh: Mesh) -> Any:
+    try:
+        import vllm
+    except ImportError as error:
+        extra = "gpu" if mesh.device.type == "cuda" else "cpu"
+        raise ConfigError(f"the sampler is not installed: pip install 'spmd-rl[{extra}]' ({error})") from None
+    return vllm
+
+
+def hf_names(engine_model: Any) -> set[str]:
+    """Names of the engine's parameters as the checkpoint has them; a tied head is the embedding's."""
+    fused = getattr(engine_model, "packed_modules_mapping", {})
+    tied = engine_model.config.tie_word_embeddings
+    names = set()
+    for name, _ in engine_model.named_parameters():
+        module, _, kind = name.rpartition(".")
+        parent, _, leaf = module.rpartition(".")
+        parts = fused.get(leaf, [leaf])
+        names |= {".".join(filter(None, (parent, part, kind))) for part in parts}
+    return names - {"lm_head.weight"} if tied else names
 
 
 def prepare_environment(config: Config, mesh: Mesh) -> None:

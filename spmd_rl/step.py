@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmd_rl.advantages import group_advantages, group_spread, normalize_then_sum
-from spmd_rl.batch import Completion, MicroBatch, Prompt, StepTotals, Tensor, minibatches, pack, plan_step
+from spmd_rl.batch import Completion, MicroBatch, Prompt, StepTotals, minibatches, pack, plan_step
 from spmd_rl.config import Config
 from spmd_rl.losses import (LossInputs, TokenLoss, completion_kl, loss_metrics, old_entropies, policy_loss, quantile)
 from spmd_rl.memory import Memory
@@ -13,7 +13,7 @@ from spmd_rl.mesh import Mesh
 from spmd_rl.metrics import Metrics, completion_metrics
 from spmd_rl.policy import Policy, Reference
 from spmd_rl.prompts import PromptSampler
-from spmd_rl.rewards import Rewards
+from spmd_rl.rewards import Rewards, check_result
 from spmd_rl.rollout import Rollout, Sampling
 from spmd_rl.weight_sync import WeightSync
 
@@ -78,6 +78,7 @@ def sample_prompts(parts: Parts, prompts: Sequence[Prompt], first_group: int, st
     config, mesh, metrics = parts.config, parts.mesh, parts.metrics
     mine = mesh.engine_share(range(len(prompts)))
     first = mine[0] if mine else 0
+    parts.weight_sync.check_current()
     with metrics.timed("rollout"):
         sampling = Sampling(config.rollout.num_generations, config.rollout.max_completion_length)
         sampled = parts.rollout.generate([prompts[i] for i in mine], first_group + first, step, sampling)
@@ -98,14 +99,16 @@ def set_advantages(parts: Parts, completions: Sequence[Completion]) -> None:
     """From the whole step's rewards, so that no layout changes them."""
     config = parts.config.advantages
     rewards, groups = [c.reward for c in completions], [c.group for c in completions]
+    advantages: Sequence[float | None]
     if parts.user_advantages:
-        advantages = parts.user_advantages(rewards, groups)
+        advantages = check_result(f"advantages.function {config.function}", parts.user_advantages(rewards, groups),
+                                  len(completions))
     elif config.multi_objective_aggregation == "normalize_then_sum":
         advantages = normalize_then_sum([c.rewards for c in completions], parts.rewards.weights, groups)
     else:
         advantages = group_advantages(rewards, groups, config.scale_rewards, config.baseline)
     for completion, advantage in zip(completions, advantages, strict=True):
-        completion.advantage = float(advantage)
+        completion.advantage = advantage or 0.0
 
 
 def learn(parts: Parts, completions: Sequence[Completion]) -> None:
@@ -143,7 +146,7 @@ def update(parts: Parts, rows: Sequence[MicroBatch], totals: StepTotals, thresho
     """One optimizer step on the rows of all ranks."""
     config, metrics = parts.config, parts.metrics
 
-    def loss(mb: MicroBatch, logprobs_N: Tensor, entropy_N: Tensor) -> Tensor:
+    def loss(mb, logprobs_N, entropy_N):
         old_N = logprobs_N.detach() if mb.old_logprobs_N is None else mb.old_logprobs_N
         inputs = LossInputs(logprobs_N, old_N, mb.sampler_logprobs_N, mb.advantages_N, mb.sequence_N, mb.lengths_N,
                             entropy_N, mb.old_entropy_N, mb.ref_logprobs_N)

@@ -48,8 +48,9 @@ class WeightSync:
     def __init__(self, config: WeightSyncConfig, mesh: Mesh, policy: Policy, rollout: Rollout) -> None:
         self._mesh, self._policy, self._rollout = mesh, policy, rollout
         self._bucket_bytes = config.bucket_mib * 2**20
-        self._tied = policy.hf_config.tie_word_embeddings
         self.version = -1
+        self._synced_updates = -1
+        self._is_checked = False
 
     def sync(self) -> int:
         """Load the policy's weights as the next version; returns the bytes of the model. Collective.
@@ -59,23 +60,38 @@ class WeightSync:
         """
         manifest = self._manifest(self.version + 1)
         check_manifests(self._mesh.all_gather((manifest.version, manifest.digest(), manifest.tensors[:1])), manifest)
+        if not self._is_checked:
+            check_names(self._rollout.expected_weights(), {name for name, *_ in manifest.tensors})
+            self._is_checked = True
         self._rollout.load_weights(self._weights(), manifest.version)
-        self.version = manifest.version
+        self.version, self._synced_updates = manifest.version, self._policy.num_updates
         return manifest.num_bytes
+
+    def check_current(self) -> None:
+        """Raises RuntimeError where the policy was updated since the last sync: sampling would be off-policy unseen."""
+        if self._synced_updates != self._policy.num_updates:
+            raise RuntimeError(f"the engine has the weights of update {self._synced_updates}, the policy is at "
+                               f"{self._policy.num_updates}: sync before sampling")
 
     def _manifest(self, version: int) -> Manifest:
         return Manifest(version, tuple((name, tuple(getattr(p, "ds_shape", p.shape)), str(p.dtype))
                                        for name, p in self._policy.named_parameters()))
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        embedding = None
+        tied_name = self._policy.tied_head_name
         for name, tensor in self._policy.full_weights(self._bucket_bytes):
-            if self._tied and name.endswith("embed_tokens.weight"):
-                embedding = tensor
             yield name, tensor
-        if embedding is not None:
-            # vLLM on CPU keeps a repacked copy of a tied head, which nothing else would update.
-            yield "lm_head.weight", embedding
+            if name == tied_name:
+                # vLLM on CPU keeps a repacked copy of a tied head, which nothing else would update.
+                yield "lm_head.weight", tensor
+
+
+def check_names(expected: set[str], given: set[str]) -> None:
+    """Raises RuntimeError, before anything is sampled, unless the policy has exactly the tensors the engine needs."""
+    missing, unexpected = sorted(expected - given), sorted(given - expected)
+    if missing or unexpected:
+        raise RuntimeError(f"weight sync refused: the engine needs {len(missing)} tensors that the policy has not "
+                           f"({missing[:8]}) and has no place for {len(unexpected)} that it has ({unexpected[:8]})")
 
 
 def check_manifests(seen: list, mine: Manifest) -> None:

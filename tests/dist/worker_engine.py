@@ -121,7 +121,7 @@ class Bench:
     def policy_logprobs(self, parts):
         """The policy's log-probs of the same tokens."""
         rows = [pack([completion], self.mesh.device) for completion in self.fixed_completions()]
-        return torch.cat(parts.policy.logprobs(rows)).tolist()
+        return torch.cat([logprobs_N for logprobs_N, _ in parts.policy.score(rows)]).tolist()
 
     def tokens(self, parts, step=0):
         """What this rank's engine samples for the step's prompts."""

@@ -51,7 +51,9 @@ def run_cell(cell, model, folder, mesh):
         run=RunConfig(max_steps=len(STEPS)), model=ModelConfig(path=model, dtype=cell["dtype"]),
         rollout=RolloutConfig(temperature=TEMPERATURE, max_completion_length=MAX_LENGTH),
         batch=BatchConfig(max_tokens_per_microbatch=cell["budget"]),
-        loss=LossConfig(loss_type=cell["loss_type"], beta=cell["beta"]),
+        # The completions' sampler log-probs are made up: nothing is weighed by them.
+        loss=LossConfig(loss_type=cell["loss_type"], beta=cell["beta"], importance_sampling_correction=False,
+                        use_bias_correction_kl=False),
         policy=PolicyConfig(zero_stage=cell["stage"], optimizer="sgd", learning_rate=LEARNING_RATE,
                             max_grad_norm=MAX_GRAD_NORM))
     metrics = Metrics(mesh, [])

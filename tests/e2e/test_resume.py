@@ -8,7 +8,7 @@ import json
 
 import pytest
 import yaml
-from launching import ROOT, make_rows, needs_cpu_engine, run, torchrun, write_config, write_jsonl
+from launching import ROOT, make_rows, needs_cpu_engine, run, script, torchrun, write_config, write_jsonl
 from safetensors.torch import load_file
 
 from spmd_rl import run_folder
@@ -40,7 +40,9 @@ class Runs:
         # Call 1 is the evaluation before the first step, call 5 the one after the third.
         self.finished["killed"] = self.start("stopped", "6:1:KILL")
         self.after_kill = (rows_of(self.folders["stopped"]), self.checkpoints())
-        self.finished["stopped"] = self.start("stopped", "2:1:USR1")
+        arguments = ["--config", str(self.config), "--run.output_dir", str(self.folders["stopped"])]
+        self.finished["stopped"] = script(["launch/torchrun.sh", *arguments],
+                                          env={"RANKS": "2", "INTERRUPT": "2:1:USR1", "CUDA_VISIBLE_DEVICES": ""})
         self.after_stop = (rows_of(self.folders["stopped"]), self.checkpoints())
         self.finished["resumed"] = self.start("stopped").succeeded()
 
@@ -49,7 +51,7 @@ class Runs:
 
     def start(self, name, interrupt="0:0:TERM"):
         return torchrun(2, ["-m", "spmd_rl.train", "--config", str(self.config), "--run.output_dir",
-                            str(self.folders[name])], timeout_s=150, env={"INTERRUPT": interrupt})
+                            str(self.folders[name])], env={"INTERRUPT": interrupt})
 
 
 @pytest.fixture(scope="module", params=STAGES, ids=lambda stage: f"zero{stage}")
@@ -81,11 +83,12 @@ def test_case_58_a_killed_run_leaves_whole_checkpoints(runs):
 
 
 def test_a_signal_to_one_rank_ends_all_after_the_step(runs):
-    """Noted in step 5, on one rank only: the step is finished, saved, and every rank leaves with 75."""
+    """Noted in step 5, on one rank only: the step is finished, saved, and every rank and the launcher leave with 75."""
     output = runs.finished["stopped"].output
     assert runs.after_stop[1][0] == "step-5" and runs.after_stop[0][-1]["step"] == 5
     assert "SIGUSR1: the run ends after this step" in output and f"ended after step 5 of {NUM_STEPS}" in output
-    assert output.count("exitcode  : 75") == 2 and "failed in phase" not in output
+    assert runs.finished["stopped"].returncode == 75, output
+    assert "Traceback" not in output and "failed in phase" not in output
 
 
 def test_summary_counts_the_whole_run(runs):
@@ -105,6 +108,29 @@ def test_tensorboard_has_each_step_once(runs):
     assert len(events.Scalars("reward")) == NUM_STEPS
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["TERM", "INT", "USR1", "USR2"])
+@pytest.mark.parametrize("whom", ["self", "parent"])
+def test_every_signal_stops_the_run(runs, tmp_path, name, whom):
+    """To one rank, or to the launcher in the middle of a step: 75, a whole checkpoint of that step, no traceback."""
+    finished = script(["launch/torchrun.sh", "--config", str(runs.config), "--run.output_dir", str(tmp_path / "run")],
+                      env={"RANKS": "2", "INTERRUPT": f"3:0:{name}:{whom}", "CUDA_VISIBLE_DEVICES": ""})
+    assert finished.returncode == 75 and "Traceback" not in finished.output, finished.output
+    newest = run_folder.checkpoints(str(tmp_path / "run"))[0]
+    assert newest.endswith("step-2") and run_folder.fault(newest) is None
+
+
+@pytest.mark.long
+def test_the_time_limit_stops_the_run(runs, tmp_path):
+    """run.max_train_minutes that is over before the first step ends: 75 before any step, with nothing to save."""
+    finished = script(["launch/torchrun.sh", "--config", str(runs.config), "--run.output_dir", str(tmp_path / "run"),
+                       "--run.max_train_minutes", "0.01"], env={"RANKS": "2", "CUDA_VISIBLE_DEVICES": ""})
+    assert finished.returncode == 75, finished.output
+    assert "run.max_train_minutes 0.01: ended after step 0" in finished.output
+    assert run_folder.checkpoints(str(tmp_path / "run")) == []
+
+
+@pytest.mark.long
 def test_case_66_another_layout_is_refused_with_both_numbers(runs):
     """One rank where two wrote, and another ZeRO stage: exit code 2 and the way out, before any engine starts."""
     arguments = ["-m", "spmd_rl.train", "--config", str(runs.config), "--run.output_dir", str(runs.folders["stopped"])]
@@ -118,6 +144,7 @@ def test_case_66_another_layout_is_refused_with_both_numbers(runs):
     assert f"policy.zero_stage {stage}" in finished.output and "policy.zero_stage 1" in finished.output
 
 
+@pytest.mark.long
 def test_another_config_is_refused_by_its_fields(runs):
     """The folder of a run is not mixed with another's: the differing fields are named with both values."""
     finished = run(["-m", "spmd_rl.train", "--config", str(runs.config), "--run.output_dir",

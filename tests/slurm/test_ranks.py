@@ -14,7 +14,7 @@ def srun(cluster, *arguments, env=None):
                           capture_output=True, timeout=120, check=False, cwd=ROOT)
 
 
-@pytest.mark.parametrize("tasks_per_node", [1, 2])
+@pytest.mark.parametrize("tasks_per_node", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_case_70_tasks_are_ranks(cluster, tasks_per_node):
     """Each of two nodes with one or two tasks: ranks in order over the nodes, one group of all."""
     count = 2 * tasks_per_node
@@ -24,6 +24,7 @@ def test_case_70_tasks_are_ranks(cluster, tasks_per_node):
         f"rank {rank} of {count}, local {rank % tasks_per_node}: sum {count}" for rank in range(count)]
 
 
+@pytest.mark.long
 def test_case_70_a_torchrun_in_each_of_several_tasks_is_refused(cluster):
     """Two tasks on a node with a torchrun of two ranks each would be 2 x 2 processes: the numbers and the fix."""
     done = srun(cluster, "-N", "1", "-n", "2", "--overcommit", sys.executable, "-m", "torch.distributed.run",
@@ -33,6 +34,7 @@ def test_case_70_a_torchrun_in_each_of_several_tasks_is_refused(cluster):
     assert "--ntasks-per-node=1" in done.stdout
 
 
+@pytest.mark.long
 def test_case_70_variables_of_an_outer_job_are_refused(cluster):
     """RANK and WORLD_SIZE that are left from elsewhere contradict SLURM's."""
     stale = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
