@@ -44,9 +44,14 @@ source .venv/bin/activate
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=ignore::FutureWarning
 make_prompts "$seed" "$train" "$heldout"
 OMP_NUM_THREADS=$(nproc) make_model
-torchrun --standalone --nproc_per_node 2 -m spmd_rl.train --config launch/configs/quickstart.yaml \
+# Two ranks on a CPU; one on a GPU, whose sampler does not run on CPUs.
+ranks=2 device=(--mesh.device cpu)
+if nvidia-smi >/dev/null 2>&1; then
+    ranks=1 device=(--mesh.device cuda --model.dtype bfloat16 --rollout.gpu_memory_utilization 0.3)
+fi
+torchrun --standalone --nproc_per_node $ranks -m spmd_rl.train --config launch/configs/quickstart.yaml \
     --model.path $model --data.train "$train" --data.eval "$heldout" --run.seed "$seed" --run.output_dir $run \
-    --checkpoint.resume never
+    --checkpoint.resume never "${device[@]}"
 spmd-rl report $run
 echo "starting model  $model"
 echo "prompts         $train, $heldout"

@@ -26,4 +26,5 @@ def evaluate(parts: Parts, prompts: Sequence[Prompt]) -> dict[str, float]:
     found = completion_metrics(completions, parts.rewards.names)
     kept = ["reward", "completions/mean_length", "completions/clipped_ratio"]
     kept += [name for name in found if name.startswith("rewards/")]
-    return {f"eval/{name}": found[name] for name in kept}
+    seconds = parts.metrics.reduce()["timing/evaluate"]  # here, so that the next step's times are its own
+    return {f"eval/{name}": found[name] for name in kept} | {"timing/evaluate": seconds}

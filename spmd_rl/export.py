@@ -33,7 +33,7 @@ def export(folder: str, policy: Policy, tokenizer: Any, config: Config, mesh: Me
         writer.finish()
         policy.hf_config.save_pretrained(folder + WRITING)
         tokenizer.save_pretrained(folder + WRITING)
-        _generation_config(config, policy.hf_config).save_pretrained(folder + WRITING)
+        _write_generation_config(config, policy.hf_config, folder + WRITING)
         replace_folder(folder)
     mesh.barrier()  # the folder is there for every rank that returns
 
@@ -81,9 +81,10 @@ class ShardWriter:
         self._shard, self._shard_bytes = {}, 0
 
 
-def _generation_config(config: Config, hf_config: Any) -> GenerationConfig:
-    """The source folder's, else one from the model's config."""
-    try:
-        return GenerationConfig.from_pretrained(config.model.path)
-    except OSError:
-        return GenerationConfig.from_model_config(hf_config)
+def _write_generation_config(config: Config, hf_config: Any, folder: str) -> None:
+    """The source folder's as it is (Transformers refuses to write some that it reads), else one from the model's."""
+    source = os.path.join(config.model.path, "generation_config.json")
+    if os.path.exists(source):
+        shutil.copyfile(source, os.path.join(folder, "generation_config.json"))
+    else:
+        GenerationConfig.from_model_config(hf_config).save_pretrained(folder)

@@ -10,7 +10,7 @@ from spmd_rl.batch import Prompt
 from spmd_rl.checkpoint import Progress
 from spmd_rl.config import Config, ConfigError, load_function
 from spmd_rl.memory import Memory
-from spmd_rl.mesh import Mesh
+from spmd_rl.mesh import Mesh, say_once
 from spmd_rl.metrics import Metrics, make_sinks
 from spmd_rl.model import load_hf_config, weight_files
 from spmd_rl.policy import Policy, Reference
@@ -115,6 +115,9 @@ class Job:
             memory=Memory(mesh, rollout, metrics), user_advantages=inputs.user_advantages, user_loss=inputs.user_loss)
         self.parts.weight_sync.version = self.progress.weights_version - 1
         sync(self.parts)
+        start_up = metrics.reduce()  # the first step's times are its own
+        say_once(", ".join(f"{name.removeprefix('timing/')} {value:.1f} s" for name, value in start_up.items()
+                           if name.startswith("timing/")))
         if checkpoint:
             checkpoint_module.load_generators(checkpoint, mesh)
 

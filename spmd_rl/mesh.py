@@ -26,6 +26,7 @@ from spmd_rl.config import ConfigError, MeshConfig
 
 T = TypeVar("T")
 ABORT_KEY = "spmd_rl/abort"
+OTHER_RANKS_WAIT_S = 3.0
 ABORT_POLL_S = 0.5
 BEAT_S = 2.0
 VANISHED_S = 40.0  # above what a rank may hold the interpreter's lock, below the minute in which a run has to end
@@ -93,7 +94,10 @@ class Mesh:
         """Make the default process group: cpu:gloo,cuda:nccl on GPUs, gloo on CPUs."""
         ranks = Ranks.from_environment()
         self._rank, self.world_size = ranks.rank, ranks.world_size
-        self.device = self._pick_device(config.device, ranks.local_rank)
+        self.device = pick_device(config.device, ranks.local_rank)
+        if self.device.type == "cuda":
+            # Before the first collective: object collectives put their buffers on the current device.
+            torch.cuda.set_device(self.device)
         self.host = host_identity()
         self.tensor_parallel_size = tensor_parallel_size
         self.num_engines = self.world_size // tensor_parallel_size
@@ -106,18 +110,6 @@ class Mesh:
         if config.full_determinism:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-
-    @staticmethod
-    def _pick_device(wanted: str, local_rank: int) -> torch.device:
-        if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-            return torch.device("cpu")
-        count = torch.cuda.device_count()
-        if local_rank >= count:
-            raise ConfigError(f"LOCAL_RANK is {local_rank} but this host shows {count} GPUs: start at most {count} "
-                              "ranks a host, or set mesh.device cpu (srun: --gpu-bind=none shows each task all GPUs)")
-        # Before the first collective: object collectives put their buffers on the current device.
-        torch.cuda.set_device(local_rank)
-        return torch.device("cuda", local_rank)
 
     def _make_process_group(self, ranks: Ranks, timeout_s: float) -> None:
         if "RANK" not in os.environ:
@@ -424,6 +416,28 @@ def preserved_process_state() -> Iterator[None]:
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
         torch.set_default_dtype(dtype)
+
+
+def pick_device(wanted: str, local_rank: int) -> torch.device:
+    """The rank's device. Raises ConfigError where this host has no such GPU."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise ConfigError("mesh.device is 'cuda': this host shows no GPU; set auto or cpu")
+    if local_rank >= count:
+        raise ConfigError(f"LOCAL_RANK is {local_rank} but this host shows {count} GPUs: start at most {count} "
+                          "ranks a host, or set mesh.device cpu (srun: --gpu-bind=none shows each task all GPUs)")
+    return torch.device("cuda", local_rank)
+
+
+def say_error(text: str) -> None:
+    """Print on the first rank at once. The others wait a moment: what all ranks found is then said once, since the
+    launcher ends them, and what one alone found is still said."""
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        time.sleep(OTHER_RANKS_WAIT_S)
+    print(f"error: {text}" if rank == "0" else f"[rank {rank}] error: {text}", file=sys.stderr, flush=True)
 
 
 def say_once(text: str, file: Any = None) -> None:

@@ -49,8 +49,6 @@ def load_hf_config(config: ModelConfig) -> Any:
         value = getattr(hf_config, name, None)
         if value is True or value not in (None, False, 0, 1.0):  # True equals 1.0
             raise ConfigError(f"model.path is {config.path!r}: {what} are not supported ({name} is {str(value):.40})")
-    for name in _expert_counts(hf_config.to_dict()):
-        raise ConfigError(f"model.path is {config.path!r}: mixture-of-experts models are not supported ({name})")
     if type(hf_config) in AutoModelForCausalLM._model_mapping and not config.trust_remote_code:
         model_class: Any = AutoModelForCausalLM._model_mapping[type(hf_config)]
         # Others compute attention by themselves, and sequences of one row would see each other.
@@ -60,6 +58,8 @@ def load_hf_config(config: ModelConfig) -> Any:
     other = set(getattr(hf_config, "layer_types", None) or ATTENTION_LAYERS) - ATTENTION_LAYERS
     if other:
         raise ConfigError(f"model.path is {config.path!r}: layers of type {', '.join(sorted(other))} are not supported")
+    for name in _expert_counts(hf_config.to_dict()):
+        raise ConfigError(f"model.path is {config.path!r}: mixture-of-experts models are not supported ({name})")
     return hf_config
 
 

@@ -15,7 +15,7 @@ from spmd_rl.config import Config, ConfigError, parse
 from spmd_rl.evaluate import evaluate
 from spmd_rl.export import export
 from spmd_rl.job import Inputs, Job, arithmetic, load_inputs
-from spmd_rl.mesh import Mesh, Ranks, leave, say_once
+from spmd_rl.mesh import Mesh, Ranks, leave, pick_device, say_error, say_once
 from spmd_rl.signals import EXIT_STOPPED, StopRequest
 from spmd_rl.step import train_step
 
@@ -27,11 +27,13 @@ def main(args: list[str] | None = None) -> None:
     signal or run.max_train_minutes."""
     try:
         config, dry_run = parse(args)
-        world_size = Ranks.from_environment().world_size
+        ranks = Ranks.from_environment()
+        world_size = ranks.world_size
+        pick_device(config.mesh.device, ranks.local_rank)
         inputs = load_inputs(config, world_size)
         run_folder.check(config, world_size)
     except ConfigError as error:
-        say_once(f"error: {error}", sys.stderr)
+        say_error(str(error))
         sys.exit(EXIT_USAGE)
     say_once(arithmetic(config, inputs, world_size))
     if dry_run:
@@ -40,7 +42,7 @@ def main(args: list[str] | None = None) -> None:
     try:
         mesh = Mesh(config.mesh, config.rollout.tensor_parallel_size, config.run.seed)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        say_error(str(error))
         sys.exit(EXIT_USAGE)
     try:
         finished = train(config, mesh, inputs, stop)
@@ -68,8 +70,8 @@ def train(config: Config, mesh: Mesh, inputs: Inputs, stop: StopRequest) -> bool
         if _is_due(config.checkpoint.save_steps, progress.step) or (
                 config.checkpoint.save_steps and progress.step == config.run.max_steps):
             _save(job)
+    _export(job, "export")  # before the last evaluation: a reward that fails there must not cost the weights
     accuracy = _evaluate(job, progress.step)
-    _export(job, "export")
     _summarise(job, accuracy)
     job.close()
     if accuracy is not None:
@@ -126,7 +128,7 @@ def _evaluate(job: Job, step: int) -> float | None:
         return None
     found = evaluate(job.parts, job.inputs.eval_prompts)
     job.parts.metrics.write(step, found)
-    return found[f"eval/rewards/{job.parts.rewards.names[0]}/mean"]
+    return found.get(f"eval/rewards/{job.parts.rewards.names[0]}/mean")  # absent where it scored no row
 
 
 def _export(job: Job, name: str) -> None:
