@@ -407,11 +407,11 @@ def parse(args: list[str] | None = None, prog: str = "spmd_rl.train") -> tuple[C
         else:
             parser.add_argument(f"--{section.name}", type=dict[str, Any], default={},
                                 help=f"raw options for {section.name}, as --{section.name}.KEY VALUE")
+    raw = _raw_sections(sys.argv[1:] if args is None else args)
     try:
         namespace = parser.parse_args(args)
     except (jsonargparse.ArgumentError, TypeError, ValueError, OSError) as error:
         raise ConfigError(f"{error}\nSee --help for the options and --print_config for their values.") from None
-    raw = _raw_sections(sys.argv[1:] if args is None else args)
     sections: dict[str, Any] = {}
     for section in fields(Config):
         if is_dataclass(section.default_factory):
@@ -453,16 +453,30 @@ def _raw_sections(args: list[str]) -> dict[str, dict[str, Any]]:
         value = value if has_value else following
         section, _, path = option.removeprefix("--").partition(".")
         if option == "--config":
-            with open(value, encoding="utf-8") as file:
-                given = yaml.load(file, _YamlLoader) or {}
+            given = _read_yaml(value)
             for name in raw:
-                raw[name] = _merged(raw[name], given.get(name) or {})
+                section_of_file = given.get(name) or {}
+                if not isinstance(section_of_file, dict):
+                    raise ConfigError(f"{name} is {section_of_file!r}: give its options below it")
+                raw[name] = _merged(raw[name], section_of_file)
         elif option.startswith("--") and section in raw:
             tree: Any = yaml.load(value, _YamlLoader)
             for key in reversed(path.split(".") if path else []):
                 tree = {key: tree}
             raw[section] = _merged(raw[section], tree or {})
     return raw
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    """The file's mapping. Raises ConfigError that names the file."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            given = yaml.load(file, _YamlLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path}: {error}") from None
+    if not isinstance(given, dict | None):
+        raise ConfigError(f"--config {path}: a {type(given).__name__}, not sections with options")
+    return given or {}
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

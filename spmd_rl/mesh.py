@@ -418,13 +418,18 @@ def preserved_process_state() -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
+def check_device(config: MeshConfig) -> None:
+    """Raises ConfigError where this rank's device is not there."""
+    pick_device(config.device, Ranks.from_environment().local_rank)
+
+
 def pick_device(wanted: str, local_rank: int) -> torch.device:
     """The rank's device. Raises ConfigError where this host has no such GPU."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count == 0:
-        raise ConfigError("mesh.device is 'cuda': this host shows no GPU; set auto or cpu")
+        raise ConfigError("mesh.device is 'cuda': this host shows no GPU; set auto or mesh.device cpu")
     if local_rank >= count:
         raise ConfigError(f"LOCAL_RANK is {local_rank} but this host shows {count} GPUs: start at most {count} "
                           "ranks a host, or set mesh.device cpu (srun: --gpu-bind=none shows each task all GPUs)")
@@ -436,7 +441,7 @@ def say_error(text: str) -> None:
     launcher ends them, and what one alone found is still said."""
     rank = os.environ.get("RANK", "0")
     if rank != "0":
-        time.sleep(OTHER_RANKS_WAIT_S)
+        time.sleep(OTHER_RANKS_WAIT_S)  # the launcher ends this rank meanwhile if the first one failed too
     print(f"error: {text}" if rank == "0" else f"[rank {rank}] error: {text}", file=sys.stderr, flush=True)
 
 

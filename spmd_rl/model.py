@@ -49,15 +49,15 @@ def load_hf_config(config: ModelConfig) -> Any:
         value = getattr(hf_config, name, None)
         if value is True or value not in (None, False, 0, 1.0):  # True equals 1.0
             raise ConfigError(f"model.path is {config.path!r}: {what} are not supported ({name} is {str(value):.40})")
+    other = set(getattr(hf_config, "layer_types", None) or ATTENTION_LAYERS) - ATTENTION_LAYERS
+    if other:
+        raise ConfigError(f"model.path is {config.path!r}: layers of type {', '.join(sorted(other))} are not supported")
     if type(hf_config) in AutoModelForCausalLM._model_mapping and not config.trust_remote_code:
         model_class: Any = AutoModelForCausalLM._model_mapping[type(hf_config)]
         # Others compute attention by themselves, and sequences of one row would see each other.
         if not getattr(model_class, "_supports_attention_backend", False) or getattr(hf_config, "block_types", None):
             raise ConfigError(f"model.path is {config.path!r}: {model_class.__name__} does not take its attention from "
                               "Transformers' attention interface, which packed rows need")
-    other = set(getattr(hf_config, "layer_types", None) or ATTENTION_LAYERS) - ATTENTION_LAYERS
-    if other:
-        raise ConfigError(f"model.path is {config.path!r}: layers of type {', '.join(sorted(other))} are not supported")
     for name in _expert_counts(hf_config.to_dict()):
         raise ConfigError(f"model.path is {config.path!r}: mixture-of-experts models are not supported ({name})")
     return hf_config
@@ -83,7 +83,6 @@ class LogprobModel(nn.Module):
         """lm: a Transformers causal model; its output projection is replaced by a LogprobHead on the same weight."""
         super().__init__()
         self.lm = lm
-        lm.config.use_cache = False
         output = lm.get_output_embeddings()
         if getattr(output, "bias", None) is not None:
             raise ConfigError(f"{type(lm).__name__} has a bias in its output projection: it is not supported")

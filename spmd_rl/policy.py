@@ -193,7 +193,7 @@ class Policy(Engine):
     def _unsharded_grad_norm(self) -> float:
         """DeepSpeed reports none at stage 0; every rank holds the whole, reduced gradient."""
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        squares = [torch.linalg.vector_norm(g, dtype=torch.float32) ** 2 for g in grads]
+        squares = [torch.linalg.vector_norm(g, dtype=torch.float64) ** 2 for g in grads]
         return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
 
@@ -211,6 +211,7 @@ class Reference(Engine):
     @torch.no_grad()
     def move_towards(self, policy: Policy, share: float) -> None:
         """reference = share * policy + (1 - share) * reference, each rank its own part (TR-DPO, Gorbatovski 2024)."""
+        self._release_whole_copies()
         for (_, mine), (_, new) in zip(self.named_parameters(), policy.named_parameters(), strict=True):
             target, source = (getattr(p, "ds_tensor", p).data for p in (mine, new))
             target.copy_(torch.lerp(target.float(), source.float(), share))
@@ -225,8 +226,15 @@ class Reference(Engine):
     def load(self, folder: str) -> None:
         """Take them back, on as many ranks."""
         weights = torch.load(self._file(folder), map_location="cpu", weights_only=True)
+        self._release_whole_copies()
         for name, parameter in self.named_parameters():
             getattr(parameter, "ds_tensor", parameter).data.copy_(weights[name])
+
+    def _release_whole_copies(self) -> None:
+        """ZeRO-3 keeps small parameters whole between forwards, and would use those whatever the shards become."""
+        for _, parameter in self.named_parameters() if self.zero_stage == 3 else ():
+            if parameter.ds_status.name == "AVAILABLE":  # type: ignore[attr-defined]
+                parameter.partition()  # type: ignore[attr-defined]
 
     def _file(self, folder: str) -> str:
         ranks = range(self._mesh.world_size)

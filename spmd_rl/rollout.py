@@ -6,6 +6,7 @@ with dummy weights and never reads the model's: they come from the policy.
 """
 
 import enum
+import glob
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,7 @@ from spmd_rl.batch import Completion, Prompt
 from spmd_rl.config import Config, ConfigError, RolloutConfig
 from spmd_rl.mesh import Mesh, preserved_process_state
 
+SHARED_MEMORY = "spmd_rl"  # first part of the names in /dev/shm
 STEP_EVALUATION = -1  # the "step" of evaluation in request seeds
 
 
@@ -55,6 +57,8 @@ class Rollout:
         self.version: int | None = None
         with preserved_process_state():
             self._vllm = _import_vllm(mesh)
+            if mesh.device.type == "cpu":
+                _name_shared_memory(mesh.all_gather(os.getpid())[0])
             self._llm: Any = self._vllm.LLM(**engine_arguments(config, mesh))
         self.state = EngineState.WEIGHTS_AWAKE  # and the KV cache, over weights that mean nothing
         self.sleep()
@@ -81,10 +85,9 @@ class Rollout:
         assert len(outputs) == len(places), f"{len(outputs)} outputs for {len(places)} requests"
         completions = [self._completion(output, group, sample)
                        for output, (group, _, sample) in zip(outputs, places, strict=True)]
-        if not self._config.rollout.stop:
-            texts = self._tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-            for completion, text in zip(completions, texts, strict=True):
-                completion.text = text
+        texts = self._tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+        for completion, text in zip(completions, texts, strict=True):
+            completion.text = before_stop(text, self._config.rollout.stop)
         return completions
 
     def _parameters(self, sampling: Sampling, seed: int) -> Any:
@@ -96,7 +99,7 @@ class Rollout:
         return self._vllm.SamplingParams(
             **shaped, max_tokens=sampling.max_tokens, min_tokens=r.min_tokens, ignore_eos=r.ignore_eos,
             stop=r.stop or None, stop_token_ids=r.stop_token_ids or None, logprobs=0, flat_logprobs=True,
-            # Only stop texts need text while sampling; otherwise all are decoded at once afterwards.
+            # Only stop texts need text while sampling; the completions' texts are decoded at once afterwards.
             detokenize=bool(r.stop))
 
     def _completion(self, output: Any, group: int, sample: int) -> Completion:
@@ -105,7 +108,7 @@ class Rollout:
         sampled = [logprobs.logprobs[i] for i in logprobs.start_indices]  # the sampled token comes first
         assert self.version is not None
         return Completion(group, sample, list(output.prompt_token_ids), list(best.token_ids), sampled,
-                          best.finish_reason, self.version, best.text)
+                          best.finish_reason, self.version)
 
     # Memory. ----------------------------------------------------------------------------------------------------
 
@@ -165,6 +168,28 @@ def _import_vllm(mesh: Mesh) -> Any:
         extra = "gpu" if mesh.device.type == "cuda" else "cpu"
         raise ConfigError(f"the sampler is not installed: pip install 'spmd-rl[{extra}]' ({error})") from None
     return vllm
+
+
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """The text up to the first of the stop texts in it; the tokens go on to the end of the token that completed it."""
+    return text[:min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
+
+
+def _name_shared_memory(job_pid: int) -> None:
+    """Name the CPU engine's shared memory after this job, and remove what ended jobs of this user left.
+
+    Under the external launcher vLLM names it alike in every job: two at once, or one after a killed one, cannot start.
+    """
+    from vllm.distributed.device_communicators import cpu_communicator
+
+    def group_name(communicator: Any) -> str:
+        return f"{SHARED_MEMORY}-{job_pid}-{communicator.unique_name}-{'-'.join(map(str, communicator.ranks))}"
+
+    setattr(cpu_communicator._CPUSHMDistributed, "make_group_name", staticmethod(group_name))
+    for path in glob.glob(f"/dev/shm/{SHARED_MEMORY}-*"):
+        pid = os.path.basename(path).removeprefix(f"{SHARED_MEMORY}-").split("-")[0]
+        if not os.path.exists(f"/proc/{pid}") and os.stat(path).st_uid == os.getuid():
+            os.unlink(path)
 
 
 def hf_names(engine_model: Any) -> set[str]:

@@ -127,7 +127,7 @@ def learn(parts: Parts, completions: Sequence[Completion]) -> None:
     for _ in range(config.loss.num_iterations):
         for rows, totals in updates:
             update(parts, rows, totals, threshold)
-    metrics.maximum("num_microbatches", len(all_rows))
+    metrics.maximum("perf/num_microbatches", len(all_rows))
 
 
 def score_rows(parts: Parts, rows: Sequence[MicroBatch]) -> None:

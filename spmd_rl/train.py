@@ -15,7 +15,7 @@ from spmd_rl.config import Config, ConfigError, parse
 from spmd_rl.evaluate import evaluate
 from spmd_rl.export import export
 from spmd_rl.job import Inputs, Job, arithmetic, load_inputs
-from spmd_rl.mesh import Mesh, Ranks, leave, pick_device, say_error, say_once
+from spmd_rl.mesh import Mesh, Ranks, check_device, leave, say_error, say_once
 from spmd_rl.signals import EXIT_STOPPED, StopRequest
 from spmd_rl.step import train_step
 
@@ -27,9 +27,8 @@ def main(args: list[str] | None = None) -> None:
     signal or run.max_train_minutes."""
     try:
         config, dry_run = parse(args)
-        ranks = Ranks.from_environment()
-        world_size = ranks.world_size
-        pick_device(config.mesh.device, ranks.local_rank)
+        world_size = Ranks.from_environment().world_size
+        check_device(config.mesh)
         inputs = load_inputs(config, world_size)
         run_folder.check(config, world_size)
     except ConfigError as error:

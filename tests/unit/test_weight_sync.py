@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from spmd_rl.weight_sync import Manifest, check_manifests
+from spmd_rl.weight_sync import Manifest, check_manifests, check_names
 
 TENSORS = (("a", (2, 3), "torch.bfloat16"), ("b", (5,), "torch.float32"), ("c", (), "torch.float32"))
 BASE = Manifest(3, TENSORS)
@@ -53,3 +53,11 @@ def test_ranks_that_differ_are_refused_and_named(kind, ranks):
     with pytest.raises(RuntimeError) as error:
         check_manifests(seen, BASE)
     assert f"ranks {ranks}" in str(error.value)
+
+
+@pytest.mark.parametrize("given, named", [({"a", "b", "c"}, "'c'"), ({"a"}, "'b'"), ({"a", "x"}, "'b'.*'x'")])
+def test_names_that_the_engine_does_not_have_or_misses_are_refused(given, named):
+    """A tensor that never comes leaves noise in the engine; one too many is a model of another kind."""
+    with pytest.raises(RuntimeError, match=named):
+        check_names({"a", "b"}, given)
+    check_names({"a", "b"}, {"a", "b"})
