@@ -136,6 +136,15 @@ def completion_metrics(completions: Sequence[Completion], reward_names: Sequence
     return metrics
 
 
+def with_throughput(metrics: dict[str, float]) -> dict[str, float]:
+    """A step's metrics with tokens a second of all ranks: sampled ones by the rollout's time, those of prompts and
+    completions by forward and backward's."""
+    rates = {"perf/rollout_tokens_per_s": ("num_completion_tokens", "timing/rollout"),
+             "perf/train_tokens_per_s": ("num_tokens", "timing/train")}
+    return metrics | {name: metrics[tokens] / metrics[seconds] for name, (tokens, seconds) in rates.items()
+                      if metrics.get(seconds)}
+
+
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 

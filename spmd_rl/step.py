@@ -10,7 +10,7 @@ from spmd_rl.config import Config
 from spmd_rl.losses import (LossInputs, TokenLoss, completion_kl, loss_metrics, old_entropies, policy_loss, quantile)
 from spmd_rl.memory import Memory
 from spmd_rl.mesh import Mesh
-from spmd_rl.metrics import Metrics, completion_metrics
+from spmd_rl.metrics import Metrics, completion_metrics, with_throughput
 from spmd_rl.policy import Policy, Reference
 from spmd_rl.prompts import PromptSampler
 from spmd_rl.rewards import Rewards, check_result
@@ -46,7 +46,7 @@ def train_step(parts: Parts, step: int) -> dict[str, float]:
             learn(parts, completions)
         refresh_reference(parts, step)
         sync(parts)
-    return parts.metrics.reduce()
+    return with_throughput(parts.metrics.reduce())
 
 
 def sample(parts: Parts, step: int) -> list[Completion]:
@@ -143,8 +143,10 @@ def score_rows(parts: Parts, rows: Sequence[MicroBatch]) -> None:
 
 
 def update(parts: Parts, rows: Sequence[MicroBatch], totals: StepTotals, threshold: float | None) -> None:
-    """One optimizer step on the rows of all ranks."""
+    """One optimizer step on the rows of all ranks; none where none has a trained token: momentum alone would move."""
     config, metrics = parts.config, parts.metrics
+    if not totals.tokens:
+        return
 
     def loss(mb, logprobs_N, entropy_N):
         old_N = logprobs_N.detach() if mb.old_logprobs_N is None else mb.old_logprobs_N
@@ -184,7 +186,8 @@ def entropy_threshold(parts: Parts, rows: Sequence[MicroBatch]) -> float | None:
     share = parts.config.loss.top_entropy_quantile
     if share == 1:
         return None
-    return quantile(parts.mesh.gather_lists(old_entropies(rows)), 1 - share)
+    entropies = parts.mesh.gather_lists(old_entropies(rows))
+    return quantile(entropies, 1 - share) if entropies else None
 
 
 def refresh_reference(parts: Parts, step: int) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from spmd_rl.config import MetricsConfig
-from spmd_rl.metrics import Console, JsonLines, Metrics, combine, completion_metrics, make_sinks
+from spmd_rl.metrics import Console, JsonLines, Metrics, combine, completion_metrics, make_sinks, with_throughput
 
 
 @pytest.mark.parametrize("split", [[[1, 2, 3, 6]], [[1, 2], [3, 6]], [[1], [2, 3, 6]], [[], [1, 2, 3, 6]],
@@ -135,3 +135,11 @@ def test_a_run_has_its_sinks_in_its_folder(tmp_path, mesh, capsys, tensorboard):
 def test_a_mean_that_is_not_finite_is_shown():
     """NaN in a sum stays NaN: hiding it would hide a broken step."""
     assert math.isnan(combine([({"x": (float("nan"), 2)}, {}, {})])["x"])
+
+
+def test_throughput_is_tokens_over_the_phases_time():
+    """300 sampled tokens in 1.5 s, 500 in all learnt in 2 s; a phase that did not run has no rate."""
+    metrics = {"num_completion_tokens": 300, "num_tokens": 500, "timing/rollout": 1.5, "timing/train": 2.0}
+    found = with_throughput(metrics)
+    assert (found["perf/rollout_tokens_per_s"], found["perf/train_tokens_per_s"]) == (200, 250)
+    assert "perf/train_tokens_per_s" not in with_throughput({**metrics, "timing/train": 0.0})
