@@ -68,17 +68,20 @@ def inputs_of(data):
                       ref_logprobs_N=data.ref)
 
 
-@pytest.mark.parametrize("fields", [
+FIELDS = [
     {}, {"epsilon_high": 0.28}, {"delta": 1.5}, {"beta": 0.1}, {"beta": 0.1, "use_bias_correction_kl": False},
     {"importance_sampling_correction": False}, {"importance_sampling_mode": "token_truncate"},
     {"importance_sampling_mode": "token_mask", "importance_sampling_clip_min": 0.8},
     {"importance_sampling_mode": "sequence_truncate", "importance_sampling_clip_max": 1.1}, {"entropy_coef": 0.01},
-], ids=lambda fields: "-".join(f"{k}={v}" for k, v in fields.items()) or "defaults")
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "cispo", "sapo"])
+]
+# Neither cispo nor sapo has a clip for delta to bound.
+ROWS = [(loss_type, fields) for loss_type in ("dapo", "grpo", "dr_grpo", "cispo", "sapo") for fields in FIELDS
+        if loss_type not in ("cispo", "sapo") or "delta" not in fields]
+
+
+@pytest.mark.parametrize("loss_type, fields", ROWS, ids=str)
 def test_equal_to_trl(loss_type, fields):
     """Same value and same gradient of every token's log-prob."""
-    if loss_type in ("cispo", "sapo") and "delta" in fields:
-        pytest.skip("neither has a clip for delta to bound")
     fields = fields | ({"epsilon_high": 1.3} if loss_type == "cispo" else {})
     config, data = LossConfig(loss_type=loss_type, **fields), draw()
     inputs = inputs_of(data)
