@@ -5,6 +5,7 @@ the same methods with the same arguments, and there is no server and no worker p
 with dummy weights and never reads the model's: they come from the policy.
 """
 
+import contextlib
 import enum
 import glob
 import hashlib
@@ -188,8 +189,10 @@ def _name_shared_memory(job_pid: int) -> None:
     setattr(cpu_communicator._CPUSHMDistributed, "make_group_name", staticmethod(group_name))
     for path in glob.glob(f"/dev/shm/{SHARED_MEMORY}-*"):
         pid = os.path.basename(path).removeprefix(f"{SHARED_MEMORY}-").split("-")[0]
-        if not os.path.exists(f"/proc/{pid}") and os.stat(path).st_uid == os.getuid():
-            os.unlink(path)
+        # A name that another rank takes away meanwhile is gone as it should be; a running engine needs its name no more.
+        with contextlib.suppress(FileNotFoundError):
+            if not os.path.exists(f"/proc/{pid}") and os.stat(path).st_uid == os.getuid():
+                os.unlink(path)
 
 
 def hf_names(engine_model: Any) -> set[str]:
