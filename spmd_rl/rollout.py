@@ -189,7 +189,7 @@ def _name_shared_memory(job_pid: int) -> None:
     setattr(cpu_communicator._CPUSHMDistributed, "make_group_name", staticmethod(group_name))
     for path in glob.glob(f"/dev/shm/{SHARED_MEMORY}-*"):
         pid = os.path.basename(path).removeprefix(f"{SHARED_MEMORY}-").split("-")[0]
-        # A name that another rank takes away meanwhile is gone as it should be; a running engine needs its name no more.
+        # Another rank may take the name away meanwhile; an engine that runs needs its name no more.
         with contextlib.suppress(FileNotFoundError):
             if not os.path.exists(f"/proc/{pid}") and os.stat(path).st_uid == os.getuid():
                 os.unlink(path)
