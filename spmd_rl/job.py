@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmd_rl import checkpoint as checkpoint_module
-from spmd_rl import config as config_module
+from spmd_rl import checks
 from spmd_rl import run_folder
 from spmd_rl.batch import Prompt
 from spmd_rl.checkpoint import Progress
@@ -38,7 +38,7 @@ class Inputs:
 
 def load_inputs(config: Config, world_size: int) -> Inputs:
     """Check everything that needs no weights. Raises ConfigError."""
-    config_module.validate(config, world_size)
+    checks.validate(config, world_size)
     hf_config = load_hf_config(config.model)
     longest = getattr(hf_config, "max_position_embeddings", None)
     if longest is not None and config.max_model_len > longest:

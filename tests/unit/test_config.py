@@ -6,8 +6,8 @@ import sys
 import pytest
 import yaml
 
-from spmd_rl.config import (DEEPSPEED_OWNED, REFUSED_RAW, VLLM_OWNED, Config, ConfigError,
-                            as_dict, load_function, parse, validate)
+from spmd_rl.checks import DEEPSPEED_OWNED, REFUSED_RAW, VLLM_OWNED, validate
+from spmd_rl.config import Config, ConfigError, as_dict, load_function, parse
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 SECTIONS = [f.name for f in dataclasses.fields(Config)]
