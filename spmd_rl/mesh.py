@@ -29,7 +29,7 @@ ABORT_KEY = "spmd_rl/abort"
 OTHER_RANKS_WAIT_S = 3.0
 ABORT_POLL_S = 0.5
 BEAT_S = 2.0
-VANISHED_S = 55.0  # longer than any call that keeps Python's lock; a killed rank should end all within a minute
+VANISHED_S = 45.0  # longer than any call that keeps Python's lock; a killed rank should end all within a minute
 LATE_SHARE = 0.9  # of mesh.timeout_s: before the process group's own time-out, which names nobody
 
 
