@@ -137,3 +137,4 @@ def _export(job: Job, name: str) -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)  # all is closed; the interpreter's tear-down now and then meets a thread of torch's and aborts

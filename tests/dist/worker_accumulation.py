@@ -5,7 +5,7 @@ import sys
 
 from spmd_rl.batch import Completion, pack
 from spmd_rl.config import Config
-from spmd_rl.mesh import Mesh
+from spmd_rl.mesh import Mesh, leave
 from spmd_rl.model import load_hf_config
 from spmd_rl.policy import Policy
 
@@ -33,3 +33,4 @@ def main() -> None:
 
 
 main()
+leave(0)  # results are written; the tear-down of the interpreter now and then aborts

@@ -20,7 +20,7 @@ from spmd_rl import checkpoint, run_folder
 from spmd_rl.checkpoint import Progress
 from spmd_rl.config import (BatchConfig, CheckpointConfig, Config, LossConfig, MeshConfig, ModelConfig, PolicyConfig,
                             RunConfig)
-from spmd_rl.mesh import Mesh
+from spmd_rl.mesh import Mesh, leave
 from spmd_rl.metrics import Metrics
 from spmd_rl.model import load_hf_config
 from spmd_rl.policy import Policy, Reference
@@ -155,3 +155,4 @@ def main():
 
 if __name__ == "__main__":
     main()
+    leave(0)  # results are written; the tear-down of the interpreter now and then aborts

@@ -22,7 +22,7 @@ from spmd_rl.config import parse
 from spmd_rl.job import load_inputs
 from spmd_rl.losses import clipped_surrogate
 from spmd_rl.memory import Memory
-from spmd_rl.mesh import Mesh
+from spmd_rl.mesh import Mesh, leave
 from spmd_rl.metrics import Metrics
 from spmd_rl.model import load_hf_config
 from spmd_rl.policy import Policy, Reference
@@ -336,3 +336,4 @@ def main():
 
 if __name__ == "__main__":
     main()
+    leave(0)  # results are written; the tear-down of the interpreter now and then aborts

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from spmd_rl.batch import Completion
 from spmd_rl.config import (BatchConfig, Config, LossConfig, MeshConfig, ModelConfig, PolicyConfig, RolloutConfig,
                             RunConfig)
-from spmd_rl.mesh import Mesh
+from spmd_rl.mesh import Mesh, leave
 from spmd_rl.metrics import Metrics
 from spmd_rl.model import load_hf_config
 from spmd_rl.policy import Policy, Reference
@@ -99,3 +99,4 @@ def main():
 
 if __name__ == "__main__":
     main()
+    leave(0)  # results are written; the tear-down of the interpreter now and then aborts

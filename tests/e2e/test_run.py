@@ -80,10 +80,13 @@ def test_metrics_file_has_the_names(finished_run):
 
 
 def test_phases_fit_into_the_step(finished_run):
-    """Seconds of a step's phases add up to no more than the step: start-up and evaluation are not among them."""
+    """No phase takes longer than its step: start-up and evaluation are not among them.
+
+    Each is the slowest rank's, and not the same rank for all: their sum may exceed the slowest rank's step.
+    """
     for line in finished_run.steps:
-        phases = ("rollout", "reward", "learn", "sync")
-        assert sum(line[f"timing/{phase}"] for phase in phases) <= line["timing/step"], f"step {line['step']}"
+        for phase in ("rollout", "reward", "learn", "sync"):
+            assert line[f"timing/{phase}"] <= line["timing/step"], f"step {line['step']}, {phase}"
 
 
 def test_first_step_identities(finished_run):
