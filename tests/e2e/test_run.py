@@ -89,6 +89,13 @@ def test_phases_fit_into_the_step(finished_run):
             assert line[f"timing/{phase}"] <= line["timing/step"], f"step {line['step']}, {phase}"
 
 
+def test_phases_of_one_rank_add_up_to_no_more_than_its_step(runs):
+    """With one rank all are the same rank's, and the sum holds."""
+    for line in runs["plain"].steps:
+        phases = ("rollout", "reward", "learn", "sync")
+        assert sum(line[f"timing/{phase}"] for phase in phases) <= line["timing/step"], f"step {line['step']}"
+
+
 def test_first_step_identities(finished_run):
     """At step 1 ratio is 1 exactly (old log-probs are the current ones), KL at most 1e-6 and the sampler's log-probs
     are the policy's to 1e-5; later the KL is above 0 and the sampler still agrees."""
