@@ -24,6 +24,9 @@ LOSSES = {"dapo": ("dapo", 0.0), "grpo-kl": ("grpo", 0.1)}
 RANKS = [1, 2, 4]
 CORE_BUDGET = {1: "one-row", 2: "some-rows", 4: "row-each"}
 STAGES = [0, 1, 2, 3]
+# k3 hands a log-prob's error on times e^d - 1, here up to 3.7 on one of 6 tokens. Against float64, rounding the weights
+# to fp32 alone moves this metric by 1e-6, and a plain fp32 forward by 2.2e-6: two layouts may differ by twice that.
+KL_TOLERANCE = 4.5e-6
 
 
 def cell_name(stage, budget, loss):
@@ -90,7 +93,7 @@ def assert_same_cell(cell, standard):
     for result, want in zip(results, standard_results, strict=True):
         assert result["loss"] == pytest.approx(want["loss"], abs=1e-6)
         assert result["entropy"] == pytest.approx(want["entropy"], rel=1e-6)
-        assert result.get("kl") == pytest.approx(want.get("kl"), abs=1e-6)
+        assert result.get("kl") == pytest.approx(want.get("kl"), abs=KL_TOLERANCE)
     assert_close(weights, standard_weights)
 
 
