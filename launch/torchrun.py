@@ -64,4 +64,8 @@ if __name__ == "__main__":
         code = error.get_first_failure()[1].exitcode
         if code not in (2, 75):
             print(error, file=sys.stderr)
-        sys.exit(code if code > 0 else 1)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # At the first task that leaves SLURM sends SIGTERM to the others; in the interpreter's tear-down, where
+        # handlers are gone, it would turn a code of 75 into a failure.
+        os._exit(code if code > 0 else 1)
