@@ -112,7 +112,9 @@ class RolloutConfig:
     tensor_parallel_size: int = 1
     """Neighbouring ranks that form one engine."""
     gpu_memory_utilization: float = 0.5
-    """Share of the GPU that the engine may take in the rollout phase."""
+    """Share of the GPU that the engine may take in the rollout phase: its weights, work and KV cache."""
+    kv_cache_gib: float = 0.0
+    """KV cache of a GPU engine in GiB; 0 is what gpu_memory_utilization leaves for it."""
     enforce_eager: bool = False
     """No compilation and no CUDA graphs in the engine: a faster start, slower sampling."""
     resample_rounds: int = 0
@@ -254,8 +256,11 @@ class PolicyConfig:
 class MemoryConfig:
     """Who is on the GPU in which phase."""
 
-    swap: Literal["engine", "never"] = "engine"
-    """engine: vLLM sleeps (level 2) while the policy trains; never: both stay."""
+    swap: Literal["auto", "always", "never"] = "auto"
+    """auto: what fits beside the KV cache stays on the GPU, the rest takes turns; always: all takes turns, vLLM asleep
+    while the policy trains; never: all stays. On CPU auto is never."""
+    device_gib: float = 0.0
+    """Memory of a GPU in GiB for the plan; 0 asks the device. For --dry_run on a machine without one."""
 
 
 @dataclass

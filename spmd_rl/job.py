@@ -9,10 +9,12 @@ from spmd_rl import run_folder
 from spmd_rl.batch import Prompt
 from spmd_rl.checkpoint import Progress
 from spmd_rl.config import Config, ConfigError, load_function
-from spmd_rl.memory import Memory
+from spmd_rl.memory import Memory, claim_workspaces
 from spmd_rl.mesh import Mesh, say_once
 from spmd_rl.metrics import Metrics, make_sinks
-from spmd_rl.model import load_hf_config, weight_files
+from spmd_rl.model import load_hf_config, on_meta, weight_files
+from spmd_rl.offload import HostMemory, Storages
+from spmd_rl.plan import Plan, make_plan, model_size
 from spmd_rl.policy import Policy, Reference
 from spmd_rl.prompts import PromptSampler, load_prompts, load_tokenizer
 from spmd_rl.rewards import Rewards
@@ -80,14 +82,27 @@ def arithmetic(config: Config, inputs: Inputs, world_size: int) -> str:
     return "\n".join(lines)
 
 
+def memory_plan(config: Config, inputs: Inputs, world_size: int, device_bytes: int | None) -> Plan:
+    """Who is on a device of so many bytes in which phase. Raises ConfigError where a phase cannot fit."""
+    size = model_size(on_meta(config.model, inputs.hf_config), inputs.hf_config)
+    if config.memory.device_gib:
+        device_bytes = int(config.memory.device_gib * 2**30)
+    return make_plan(config, size, world_size, device_bytes)
+
+
 def _steps(count: int) -> str:
     return f"{count} optimizer step{'s' * (count != 1)}"
+
+
+def storages(policy: Policy, reference: Reference | None) -> Storages:
+    """What of both can leave a device."""
+    return {**policy.storages(), **(reference.storages() if reference else {})}
 
 
 class Job:
     """A run's parts, alive."""
 
-    def __init__(self, config: Config, mesh: Mesh, inputs: Inputs, checkpoint: str | None = None) -> None:
+    def __init__(self, config: Config, mesh: Mesh, inputs: Inputs, plan: Plan, checkpoint: str | None = None) -> None:
         """Start the engines; collective. The engine comes first and sleeps, then the policy (and the reference)
         take their memory, then the first sync fills the engine.
 
@@ -98,8 +113,11 @@ class Job:
         sinks = mesh.on_main(lambda: make_sinks(config.metrics, run_folder.open_folder(config, checkpoint),
                                                 config.run.max_steps, steps_done))
         metrics = Metrics(mesh, sinks)
+        host_memory = HostMemory(pinned=mesh.device.type == "cuda")
+        host_memory.grow_in_background(plan.host_bytes)  # while the engine starts
+        claim_workspaces(mesh.device)
         with metrics.timed("engine start"):
-            rollout = Rollout(config, mesh, inputs.tokenizer)
+            rollout = Rollout(config, mesh, inputs.tokenizer, plan.engine_sleeps)
         with metrics.timed("policy start"):
             policy = Policy(config, mesh, inputs.hf_config)
             # Its own copy of the config: each engine sets fields of it.
@@ -112,7 +130,9 @@ class Job:
                                   config.data.shuffle),
             rewards=inputs.rewards, rollout=rollout, policy=policy, reference=reference,
             weight_sync=WeightSync(config.weight_sync, mesh, policy, rollout),
-            memory=Memory(mesh, rollout, metrics), user_advantages=inputs.user_advantages, user_loss=inputs.user_loss)
+            memory=Memory(mesh, rollout, lambda: storages(policy, reference), host_memory, metrics, plan,
+                          mesh.on_main(lambda: [run_folder.open_memory_timeline(config.run.output_dir)])),
+            user_advantages=inputs.user_advantages, user_loss=inputs.user_loss)
         self.parts.weight_sync.version = self.progress.weights_version - 1
         sync(self.parts)
         start_up = metrics.reduce()  # the first step's times are its own
@@ -125,6 +145,7 @@ class Job:
         """Shut down in the reverse order; the process group last."""
         parts = self.parts
         parts.metrics.close()
+        parts.memory.close()
         self.mesh.leave_together()
         parts.policy.close()
         if parts.reference:

@@ -1,38 +1,58 @@
 """Who is on the device in which phase, and the moves between.
 
-The table says which tenants a phase needs; `enter` walks it: those not in the next phase leave first, then
-the new ones come. In this plain form the engine's two tenants move, and the policy stays.
+`enter` walks the table of `plan`: those not in the next phase leave first, then the new ones come. What the
+optimizer step alone needs comes back behind forward and backward, and leaves behind the weight sync and, where the
+KV cache fits beside it, behind generation.
 """
 
+import contextlib
+import json
 import os
-from enum import Enum
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, TextIO
 
 import torch
 
 from spmd_rl.mesh import Mesh
 from spmd_rl.metrics import Metrics
+from spmd_rl.offload import HostMemory, Moved, Offloader, Storages, Tenant
+from spmd_rl.plan import ENGINE, PHASES, POLICY, Plan
 from spmd_rl.rollout import EngineState, Rollout
 
-
-class Tenant(Enum):
-    """What takes memory on the device and can leave it."""
-
-    ENGINE_WEIGHTS = "engine weights"
-    KV_CACHE = "KV cache"
+GIB = 2**30
+SLACK_BYTES = GIB  # left free beside what a phase is known to take
+STEP_ONLY = (Tenant.MASTERS, Tenant.MOMENTS)  # not needed before the optimizer step
+MOVABLE = (Tenant.REFERENCE, *POLICY)
 
 
-PHASES: dict[str, set[Tenant]] = {
-    "rollout": {Tenant.ENGINE_WEIGHTS, Tenant.KV_CACHE},
-    "train": set(),
-    "sync": {Tenant.ENGINE_WEIGHTS},
-}
+def claim_workspaces(device: torch.device) -> None:
+    """Make cuBLAS's workspaces of the two threads that compute, before anything else is on the device.
+
+    Each is then alone in a segment of its own size. Made later it lies in a segment of gigabytes, which it keeps from
+    the driver when all else has left. They cannot be cleared instead: CUDA graphs hold their addresses.
+    """
+    if device.type == "cuda":
+        for dtype in (torch.bfloat16, torch.float32):
+            a = torch.ones(128, 128, dtype=dtype, device=device, requires_grad=True)
+            (a @ a).sum().backward()  # backward runs on a thread with a handle of its own
 
 
 class Memory:
     """Moves tenants as phases change, and reports what the driver sees."""
 
-    def __init__(self, mesh: Mesh, rollout: Rollout, metrics: Metrics) -> None:
-        self._mesh, self._rollout, self._metrics = mesh, rollout, metrics
+    def __init__(self, mesh: Mesh, rollout: Rollout, find: Callable[[], Storages], host: HostMemory, metrics: Metrics,
+                 plan: Plan, timelines: Sequence[TextIO] = ()) -> None:
+        """find: storages of policy and reference; timelines: where each change of phase is written, one JSON a line."""
+        self._mesh, self._rollout, self._metrics, self._plan = mesh, rollout, metrics, plan
+        self._timelines = timelines
+        self._find = find
+        self._found: Storages | None = None
+        self._offloader = Offloader(mesh.device, host, self._storages)
+        self._is_cuda = mesh.device.type == "cuda"
+        self._moves_any = any(plan.tenants[t] for t in set(Tenant) - plan.residents)
+        self._running: list[Moved] = []
+        self._ended: list[Moved] = []
         self.phase = "train"
 
     def enter(self, phase: str) -> None:
@@ -41,31 +61,141 @@ class Memory:
         From train to rollout leads through sync: the engine's weights are gone while it sleeps.
         """
         with self._metrics.timed("swap"):
-            self._report(self.phase)
-            wanted = PHASES[phase]
+            if phase == "rollout" and self._rollout.state not in (EngineState.WEIGHTS_LOADED, EngineState.READY):
+                raise RuntimeError(f"cannot enter rollout: the engine is {self._rollout.state.value}; sync first")
+            self._report()
+            wanted = PHASES[phase] | self._plan.residents
+            if self._moves_any and self.phase != phase and self.phase in ("train", "reference"):
+                self._empty_cache()  # activations; before the copies start, since it waits for all that run
+            self._leave([t for t in MOVABLE if t not in wanted])
             if Tenant.ENGINE_WEIGHTS not in wanted:
+                self._offloader.finish_leaving()
                 self._rollout.sleep()
-                if self._mesh.device.type == "cuda":
-                    torch.cuda.empty_cache()  # what vLLM's own tensors left cached is of no use to the policy
-            else:
-                if self._rollout.state is EngineState.ASLEEP and self._mesh.device.type == "cuda":
-                    torch.cuda.empty_cache()  # the pool maps memory by the driver, which sees torch's cache as taken
+            self._enter([t for t in MOVABLE if t in wanted])
+            if Tenant.ENGINE_WEIGHTS in wanted and self._rollout.state is EngineState.ASLEEP:
+                self._make_room(self._engine_bytes(Tenant.ENGINE_WEIGHTS))
                 self._rollout.wake_weights()
-            if Tenant.KV_CACHE in wanted:
-                if self._rollout.state is EngineState.WEIGHTS_LOADED and self._mesh.device.type == "cuda":
-                    torch.cuda.empty_cache()  # gathered weights and the reload's temporaries, for the same reason
+            if Tenant.KV_CACHE in wanted and self._rollout.state is EngineState.WEIGHTS_LOADED:
+                self._make_room(self._engine_bytes(Tenant.KV_CACHE))
                 self._rollout.wake_kv_cache()
             self.phase = phase
+            self._write_timeline()
 
-    def _report(self, phase: str) -> None:
-        """Memory in use at the end of a phase in GiB: the device's by the driver, else this process's."""
-        if self._mesh.device.type == "cuda":
+    def wait_for_step(self) -> None:
+        """Masters and moments are back when this returns: the optimizer step may use them."""
+        with self._metrics.timed("swap"):
+            self._offloader.wait(STEP_ONLY)
+
+    @contextlib.contextmanager
+    def holding(self, tenants: Collection[Tenant]) -> Iterator[None]:
+        """Bring these to the device beside what is there, for a checkpoint or an export; they leave again after it.
+
+        Where they do not fit beside the engine on every rank, it sleeps first, and needs a sync afterwards. Collective.
+        """
+        with self._metrics.timed("swap"):
+            away = self._offloader.bytes_away(tenants)
+            if not self._mesh.all_true(not away or self._fits(away)):
+                self._offloader.finish_leaving()
+                self._rollout.sleep()
+                self.phase = "train" if self.phase == "rollout" else self.phase
+            self._enter([t for t in MOVABLE if t in tenants])
+            self._offloader.wait(tenants)
+        yield
+        with self._metrics.timed("swap"):
+            self._leave([t for t in tenants if t not in PHASES[self.phase] | self._plan.residents])
+            self._offloader.finish_leaving()
+            self._empty_cache()
+
+    def explain(self, error: BaseException) -> str | None:
+        """What to know and to change where memory ran out; None for another error."""
+        if not (isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "out of memory" in str(error)):
+            return None
+        there = {t.value: size for t, size in self._offloader.bytes_on_device().items() if size}
+        there |= {t.value: self._engine_bytes(t) for t in ENGINE if self._is_awake(t)}
+        listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in there.items()) or "nothing"
+        free = ""
+        if self._is_cuda:
             free_bytes, total_bytes = torch.cuda.mem_get_info(self._mesh.device)
-            used_bytes = total_bytes - free_bytes
+            free = f"; the driver has {free_bytes / GIB:.2f} of {total_bytes / GIB:.2f} GiB free"
+        return (f"out of memory in phase {self._mesh.phase} ({self.phase}): on the device are, in GiB, {listed}{free}. "
+                f"What helps: {self._plan.remedies[self.phase]}. The error was: {error}")
+
+    def close(self) -> None:
+        """No more follows."""
+        for timeline in self._timelines:
+            timeline.close()
+
+    def _storages(self) -> Storages:
+        """As they were when a step had ended: they come and go in no other phase, and finding them takes a while."""
+        if self._found is None or self.phase == "train":
+            self._found = self._find()
+        return self._found
+
+    def _leave(self, tenants: Collection[Tenant]) -> None:
+        if (moved := self._offloader.leave(tenants)).tenants:
+            self._running.append(moved)
+
+    def _enter(self, tenants: Sequence[Tenant]) -> None:
+        """Start bringing them; all but what the optimizer step alone needs is there on return."""
+        away = self._offloader.bytes_away(tenants)
+        if away:
+            self._empty_cache()  # into segments of their own: a part of a cached one would keep all of it
+            self._make_room(away)
+        if (moved := self._offloader.enter(tenants)).tenants:
+            self._running.append(moved)
+        self._offloader.wait([t for t in tenants if t not in STEP_ONLY])
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Free what leaves, and torch's cache, where the driver has not this much already."""
+        if not self._fits(num_bytes):
+            self._offloader.finish_leaving()
+            self._empty_cache()
+
+    def _fits(self, num_bytes: int) -> bool:
+        return not self._is_cuda or torch.cuda.mem_get_info(self._mesh.device)[0] >= num_bytes + SLACK_BYTES
+
+    def _empty_cache(self) -> None:
+        if self._is_cuda:
+            torch.cuda.empty_cache()  # the driver, and so vLLM's pool, sees torch's cache as taken
+
+    def _engine_bytes(self, tenant: Tenant) -> int:
+        """What it takes when it is there."""
+        return self._rollout.pool_bytes("kv_cache" if tenant is Tenant.KV_CACHE else "weights")
+
+    def _is_awake(self, tenant: Tenant) -> bool:
+        awake = {EngineState.WEIGHTS_AWAKE, EngineState.WEIGHTS_LOADED, EngineState.HALF_LOADED, EngineState.READY}
+        return self._rollout.state in (awake if tenant is Tenant.ENGINE_WEIGHTS else {EngineState.READY})
+
+    def _report(self) -> None:
+        """Memory in use at the end of a phase in GiB, by the driver or of this process, and the moves that ended."""
+        phase = self.phase
+        if self._is_cuda:
             self._metrics.maximum(f"memory/{phase}_peak_allocated_gib",
-                                  torch.cuda.max_memory_allocated(self._mesh.device) / 2**30)
+                                  torch.cuda.max_memory_allocated(self._mesh.device) / GIB)
             torch.cuda.reset_peak_memory_stats(self._mesh.device)
-        else:
-            with open("/proc/self/statm") as file:
-                used_bytes = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        self._metrics.maximum(f"memory/{phase}_gib", used_bytes / 2**30)
+        self._metrics.maximum(f"memory/{phase}_gib", self._used_bytes() / GIB)
+        self._ended = [move for move in self._running if move.is_done()]  # one that still runs would be waited for
+        self._running = [move for move in self._running if move not in self._ended]
+        for move in self._ended:
+            self._metrics.total(f"perf/swap_{move.direction}_gib", move.copied_bytes / GIB / self._mesh.world_size)
+            self._metrics.total(f"timing/swap_copies_{move.direction}", move.seconds() / self._mesh.world_size)
+
+    def _used_bytes(self) -> int:
+        if self._is_cuda:
+            free_bytes, total_bytes = torch.cuda.mem_get_info(self._mesh.device)
+            return total_bytes - free_bytes
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def _write_timeline(self) -> None:
+        for timeline in self._timelines:
+            line: dict[str, Any] = {"time": round(time.time(), 4), "phase": self.phase,
+                                    "used_gib": self._used_bytes() / GIB}
+            tenants = self._offloader.bytes_on_device()
+            tenants |= {t: self._engine_bytes(t) for t in ENGINE if self._is_awake(t)}
+            line["tenants_gib"] = {t.value: size / GIB for t, size in tenants.items()}
+            line["moves"] = [{"direction": m.direction, "gib": {t.value: n / GIB for t, n in m.tenants.items()},
+                              "seconds": m.seconds(), "gb_per_s": m.copied_bytes / 1e9 / m.seconds()}
+                             for m in self._ended if m.copied_bytes]
+            timeline.write(json.dumps(line) + "\n")
+            timeline.flush()

@@ -184,6 +184,10 @@ class Mesh:
         """Whether it holds on every rank: what a branch in front of a collective may depend on."""
         return all(self.all_gather(bool(value)))
 
+    def smallest_device_bytes(self) -> int | None:
+        """Memory of the job's smallest GPU; None on CPU. Collective."""
+        return min((size for size in self.all_gather(device_bytes(self.device)) if size), default=None)
+
     def barrier(self) -> None:
         """Wait for all ranks (over gloo: it orders processes, no CUDA stream)."""
         self.all_gather(None)
@@ -418,9 +422,9 @@ def preserved_process_state() -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
-def check_device(config: MeshConfig) -> None:
-    """Raises ConfigError where this rank's device is not there."""
-    pick_device(config.device, Ranks.from_environment().local_rank)
+def check_device(config: MeshConfig) -> torch.device:
+    """This rank's device. Raises ConfigError where it is not there."""
+    return pick_device(config.device, Ranks.from_environment().local_rank)
 
 
 def pick_device(wanted: str, local_rank: int) -> torch.device:
@@ -434,6 +438,11 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
         raise ConfigError(f"LOCAL_RANK is {local_rank} but this host shows {count} GPUs: start at most {count} "
                           "ranks a host, or set mesh.device cpu (srun: --gpu-bind=none shows each task all GPUs)")
     return torch.device("cuda", local_rank)
+
+
+def device_bytes(device: torch.device) -> int | None:
+    """Memory of a GPU; None for the host."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def say_error(text: str) -> None:

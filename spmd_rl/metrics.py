@@ -46,7 +46,7 @@ class Metrics:
         start = time.perf_counter()
         yield
         if self._mesh.device.type == "cuda":
-            torch.cuda.synchronize()  # a phase's kernels belong to its time; phases end on the host anyway
+            torch.cuda.current_stream().synchronize()  # a phase's kernels are its time; copies may go on behind it
         self._seconds[f"timing/{phase}"] += time.perf_counter() - start
         self._mesh.phase = outer  # not after an error: its message names the phase it happened in
 

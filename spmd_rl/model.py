@@ -108,7 +108,17 @@ def build(config: ModelConfig, hf_config: Any, logprob_memory_gib: float) -> Log
         trust_remote_code=config.trust_remote_code, output_loading_info=True)
     lm, info = loaded
     _refuse_other_names(config, info["missing_keys"], info["unexpected_keys"])
+    for parameter in lm.parameters():
+        if not parameter.untyped_storage().resizable():  # mapped from the file; memory of its own can be given away
+            parameter.data = parameter.data.clone()
     return LogprobModel(lm, logprob_memory_gib)
+
+
+def on_meta(config: ModelConfig, hf_config: Any) -> Any:
+    """The Transformers model without memory, for its shapes."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(hf_config, dtype=DTYPES[config.dtype],
+                                                trust_remote_code=config.trust_remote_code)
 
 
 def build_sharded(config: ModelConfig, hf_config: Any, logprob_memory_gib: float,
@@ -147,9 +157,7 @@ def _restore_buffers(lm: Any, config: ModelConfig, hf_config: Any) -> None:
     zero.Init makes every floating tensor of the constructors in the weights' type: rotary frequencies in
     bf16 are off by 0.2 %, which turns far positions into others. A twin without weights has the right ones.
     """
-    with torch.device("meta"):
-        twin = AutoModelForCausalLM.from_config(hf_config, dtype=DTYPES[config.dtype],
-                                                trust_remote_code=config.trust_remote_code)
+    twin = on_meta(config, hf_config)
     for name, module in twin.named_modules():
         own = {key: buffer for key, buffer in module._buffers.items() if buffer is not None}
         module._buffers.update({key: _unset(b) for key, b in own.items()})

@@ -20,7 +20,11 @@ from spmd_rl import model
 from spmd_rl.batch import MicroBatch
 from spmd_rl.config import Config
 from spmd_rl.mesh import Mesh
+from spmd_rl.offload import Storages, Tenant, reachable_storages
 
+# Where DeepSpeed's optimizers keep fp32 masters; stage 3 empties the groups of the optimizer below outside its step.
+MASTERS = ("fp32_groups", "fp32_groups_flat_partition", "single_partition_of_fp32_groups",
+           "fp32_partitioned_groups_flat")
 ROW_BLOCKS = 8  # lengths that a packed row may have on CUDA: each is compiled once
 
 
@@ -98,6 +102,13 @@ class Engine:
             with self._gathered([p for _, p in bucket]):
                 for name, parameter in bucket:
                     yield name, parameter.detach()
+
+    def storages(self) -> Storages:
+        """All that the engine keeps on a device or on the host, by tenant, as it is now."""
+        return {Tenant.REFERENCE: self._all_storages()}
+
+    def _all_storages(self) -> list[torch.UntypedStorage]:
+        return reachable_storages([self.engine.optimizer, list(self.model.parameters())], ("deepspeed", "torch"))
 
     def _gathered(self, parameters: list[torch.nn.Parameter]) -> Any:
         return self._deepspeed.zero.GatheredParameters(parameters, enabled=self.zero_stage == 3)
@@ -177,6 +188,25 @@ class Policy(Engine):
             raise FloatingPointError(f"the gradient was not finite in {self._nonfinite_in_a_row} optimizer steps in a "
                                      "row (policy.max_nonfinite_steps)")
         return StepResult(learning_rate, norm, is_applied)
+
+    def storages(self) -> Storages:
+        """Weights, fp32 masters, moments, communication buffers, and all the rest as gradients; each storage once."""
+        optimizer = self.engine.optimizer
+        base = getattr(optimizer, "optimizer", optimizer)
+        weights = [[p.data, getattr(p, "ds_tensor", p).data] for p in self.model.parameters()]
+        masters: list[Any] = [[p.data for p in group["params"]] for group in base.param_groups]
+        masters += [getattr(optimizer, name, None) for name in MASTERS]
+        moments = list(base.state.values())
+        found: dict[Tenant, list[torch.UntypedStorage]] = {}
+        taken: set[int] = set()
+        for tenant, roots in ((Tenant.WEIGHTS, weights), (Tenant.MASTERS, masters),
+                              (Tenant.MOMENTS, moments), (Tenant.SCRATCH, getattr(optimizer, "ipg_buckets", None)),
+                              (Tenant.GRADIENTS, None)):
+            storages = (self._all_storages() if tenant is Tenant.GRADIENTS
+                        else reachable_storages([roots], ("deepspeed",)))
+            found[tenant] = [s for s in storages if s._cdata not in taken]
+            taken |= {s._cdata for s in storages}
+        return found
 
     def save(self, folder: str) -> None:
         """Write weights, fp32 masters, moments and schedule, each rank its shards, into `folder`. Collective."""

@@ -46,23 +46,29 @@ class Sampling:
 class Rollout:
     """One rank's part of a rollout engine."""
 
-    def __init__(self, config: Config, mesh: Mesh, tokenizer: Any) -> None:
+    def __init__(self, config: Config, mesh: Mesh, tokenizer: Any, sleeps: bool) -> None:
         """Build the engine; collective over all ranks, after the default process group. It ends up asleep.
 
-        Raises ConfigError where vLLM is not installed or does not know the model.
+        sleeps: whether it gives its memory away between rollouts; else it keeps it, and is never asleep. Raises
+        ConfigError where vLLM is not installed or does not know the model.
         """
         self._config, self._mesh, self._tokenizer = config, mesh, tokenizer
-        self._sleeps = config.memory.swap == "engine"
-        self._frees = self._sleeps and mesh.device.type == "cuda"  # elsewhere it has no sleep mode
+        self._sleeps = sleeps
+        self._frees = sleeps and mesh.device.type == "cuda"  # elsewhere it has no sleep mode
         prepare_environment(config, mesh)
         self.version: int | None = None
         with preserved_process_state():
             self._vllm = _import_vllm(mesh)
             if mesh.device.type == "cpu":
                 _name_shared_memory(mesh.all_gather(os.getpid())[0])
-            self._llm: Any = self._vllm.LLM(**engine_arguments(config, mesh))
+            self._llm: Any = self._vllm.LLM(**engine_arguments(config, mesh, self._frees))
         self.state = EngineState.WEIGHTS_AWAKE  # and the KV cache, over weights that mean nothing
         self.sleep()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can generate."""
+        return self.state is EngineState.READY
 
     # Sampling. --------------------------------------------------------------------------------------------------
 
@@ -137,6 +143,15 @@ class Rollout:
             self._llm.wake_up(tags=["kv_cache"])
         self._llm.reset_prefix_cache()  # its blocks were computed by older weights
         self.state = EngineState.READY
+
+    def pool_bytes(self, tag: str) -> int:
+        """Device memory of "weights" or "kv_cache" when awake; 0 for an engine that never sleeps."""
+        if not self._frees:
+            return 0
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        pool = CuMemAllocator.get_instance().pointer_to_data.values()
+        return sum(data.handle[1] for data in pool if data.tag == tag)
 
     # Weights. ---------------------------------------------------------------------------------------------------
 
@@ -218,19 +233,24 @@ def prepare_environment(config: Config, mesh: Mesh) -> None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # ranks of one host would bind to the same cores
 
 
-def engine_arguments(config: Config, mesh: Mesh) -> dict[str, Any]:
+def engine_arguments(config: Config, mesh: Mesh, sleeps: bool) -> dict[str, Any]:
     """Arguments of vllm.LLM; the raw `vllm` section comes last (what our fields own is refused in it)."""
     r: RolloutConfig = config.rollout
+    share = r.gpu_memory_utilization
+    fixed: dict[str, Any] = {}
+    if r.kv_cache_gib and mesh.device.type == "cuda":
+        # It still wants this share of the device to be free at the start, and takes the cache from its own field.
+        share, fixed = min(share, 0.05), {"kv_cache_memory_bytes": int(r.kv_cache_gib * 2**30)}
     return dict(
         model=config.model.path, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code,
         load_format="dummy", distributed_executor_backend="external_launcher",
-        tensor_parallel_size=r.tensor_parallel_size, gpu_memory_utilization=r.gpu_memory_utilization,
+        tensor_parallel_size=r.tensor_parallel_size, gpu_memory_utilization=share,
         enforce_eager=r.enforce_eager, max_model_len=config.max_model_len, seed=config.run.seed,
-        enable_sleep_mode=config.memory.swap == "engine" and mesh.device.type == "cuda",
+        enable_sleep_mode=sleeps,
         # Log-probs of what was sampled from: after temperature (vLLM's default ignores it) and truncation.
         logprobs_mode="processed_logprobs",
         generation_config="vllm",  # the model folder's sampling defaults do not reach training
-    ) | config.vllm
+    ) | fixed | config.vllm
 
 
 def request_seed(run_seed: int, step: int, group: int, sample: int) -> int:

@@ -8,18 +8,18 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
 from spmd_rl.config import Config, ConfigError, as_dict
 from spmd_rl.files import WRITING, files_below, sha256, sync_to_disk
 
-METRICS, CONFIG = "metrics.jsonl", "config.yaml"
+METRICS, CONFIG, MEMORY = "metrics.jsonl", "config.yaml", "memory.jsonl"
 CHECKPOINTS = "checkpoints"
 STATE, MANIFEST = "state.json", "manifest.json"
 # What the program writes into a run's folder: this and nothing else is moved aside.
-OWN_NAMES = re.compile(r"(metrics\.jsonl|config\.yaml|summary\.json|report\.png|tensorboard|checkpoints"
+OWN_NAMES = re.compile(r"(metrics\.jsonl|memory\.jsonl|config\.yaml|summary\.json|report\.png|tensorboard|checkpoints"
                        r"|export(-\d+)?(\.writing|\.replaced)?)")
 CHECKPOINT_NAME = re.compile(r"step-(\d+)")
 EARLIER_NAME = re.compile(r"earlier-(\d+)")
@@ -228,3 +228,8 @@ def _read_yaml(path: str) -> dict[str, Any]:
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} of the earlier run cannot be read ({error}): set another run.output_dir, or "
                           "--checkpoint.resume never, which moves that run's files aside") from None
+
+
+def open_memory_timeline(folder: str) -> TextIO:
+    """Where one rank writes who is on its device at each change of phase; a run that goes on adds to it."""
+    return open(os.path.join(folder, MEMORY), "a", encoding="utf-8")

@@ -11,6 +11,7 @@ from spmd_rl.losses import (LossInputs, TokenLoss, completion_kl, loss_metrics, 
 from spmd_rl.memory import Memory
 from spmd_rl.mesh import Mesh
 from spmd_rl.metrics import Metrics, completion_metrics, with_throughput
+from spmd_rl.offload import Tenant
 from spmd_rl.policy import Policy, Reference
 from spmd_rl.prompts import PromptSampler
 from spmd_rl.rewards import Rewards, check_result
@@ -41,7 +42,6 @@ def train_step(parts: Parts, step: int) -> dict[str, float]:
     """Step number `step` (from 0); returns its metrics, the same on every rank. Collective."""
     with parts.metrics.timed("step"):
         completions = sample(parts, step)
-        parts.memory.enter("train")
         with parts.metrics.timed("learn"):
             learn(parts, completions)
         refresh_reference(parts, step)
@@ -120,7 +120,9 @@ def learn(parts: Parts, completions: Sequence[Completion]) -> None:
         rows = [pack(row, mesh.device, parts.policy.row_block) for row in mesh.mine(plan)]
         updates.append((rows, StepTotals.of(part)))
     all_rows = [mb for rows, _ in updates for mb in rows]
-    score_rows(parts, all_rows)
+    score_by_reference(parts, all_rows)
+    parts.memory.enter("train")
+    score_by_policy(parts, all_rows)
     if config.loss.beta > 0 and config.loss.kl_in == "reward":
         take_kl_off(parts, completions, all_rows)
     threshold = entropy_threshold(parts, all_rows)
@@ -130,12 +132,17 @@ def learn(parts: Parts, completions: Sequence[Completion]) -> None:
     metrics.maximum("perf/num_microbatches", len(all_rows))
 
 
-def score_rows(parts: Parts, rows: Sequence[MicroBatch]) -> None:
-    """The log-probs that the loss needs besides the current ones, each once a rollout."""
+def score_by_reference(parts: Parts, rows: Sequence[MicroBatch]) -> None:
+    """The reference's log-probs, where the loss needs them."""
     if parts.reference:
+        parts.memory.enter("reference")
         with parts.metrics.timed("reference"):
             for mb, (logprobs_N, _) in zip(rows, parts.reference.score(rows), strict=True):
                 mb.ref_logprobs_N = logprobs_N
+
+
+def score_by_policy(parts: Parts, rows: Sequence[MicroBatch]) -> None:
+    """The policy's log-probs before the update, where the current ones will not do."""
     if parts.config.needs_old_logprobs:
         with parts.metrics.timed("old_logprobs"):
             for mb, (logprobs_N, entropy_N) in zip(rows, parts.policy.score(rows), strict=True):
@@ -161,6 +168,7 @@ def update(parts: Parts, rows: Sequence[MicroBatch], totals: StepTotals, thresho
 
     with metrics.timed("train"):
         parts.policy.forward_backward(rows, loss)
+    parts.memory.wait_for_step()
     with metrics.timed("optimizer"):
         result = parts.policy.step()
     metrics.maximum("grad_norm", result.grad_norm)
@@ -194,7 +202,8 @@ def refresh_reference(parts: Parts, step: int) -> None:
     """Move the reference towards the policy where this step ends a period."""
     loss = parts.config.loss
     if parts.reference and loss.ref_model_sync_steps and (step + 1) % loss.ref_model_sync_steps == 0:
-        parts.reference.move_towards(parts.policy, loss.ref_model_mixup_alpha)
+        with parts.memory.holding([Tenant.REFERENCE]):
+            parts.reference.move_towards(parts.policy, loss.ref_model_mixup_alpha)
 
 
 def sync(parts: Parts) -> None:
@@ -204,3 +213,10 @@ def sync(parts: Parts) -> None:
         num_bytes = parts.weight_sync.sync()
     parts.metrics.maximum("perf/sync_gib", num_bytes / 2**30)
     parts.memory.enter("rollout")
+
+
+def sync_again(parts: Parts) -> None:
+    """The same version once more, where the engine had to make room for a checkpoint."""
+    if not parts.rollout.is_ready:
+        parts.weight_sync.version -= 1
+        sync(parts)

@@ -10,14 +10,19 @@ import os
 import sys
 import time
 
+import torch
+
 from spmd_rl import checkpoint, run_folder
 from spmd_rl.config import Config, ConfigError, parse
 from spmd_rl.evaluate import evaluate
 from spmd_rl.export import export
-from spmd_rl.job import Inputs, Job, arithmetic, load_inputs
-from spmd_rl.mesh import Mesh, Ranks, check_device, leave, say_error, say_once
+from spmd_rl.job import Inputs, Job, arithmetic, load_inputs, memory_plan
+from spmd_rl.memory import MOVABLE
+from spmd_rl.mesh import Mesh, Ranks, check_device, device_bytes, leave, say_error, say_once
+from spmd_rl.offload import Tenant
+from spmd_rl.plan import Plan
 from spmd_rl.signals import EXIT_STOPPED, StopRequest
-from spmd_rl.step import train_step
+from spmd_rl.step import sync_again, train_step
 
 EXIT_USAGE = 2
 
@@ -28,7 +33,7 @@ def main(args: list[str] | None = None) -> None:
     try:
         config, dry_run = parse(args)
         world_size = Ranks.from_environment().world_size
-        check_device(config.mesh)
+        device = check_device(config.mesh)
         inputs = load_inputs(config, world_size)
         run_folder.check(config, world_size)
     except ConfigError as error:
@@ -36,24 +41,48 @@ def main(args: list[str] | None = None) -> None:
         sys.exit(EXIT_USAGE)
     say_once(arithmetic(config, inputs, world_size))
     if dry_run:
+        _say_plan(config, inputs, world_size, device)
         return
     stop = StopRequest(config.run.max_train_minutes)
     try:
         mesh = Mesh(config.mesh, config.rollout.tensor_parallel_size, config.run.seed)
+        plan = memory_plan(config, inputs, world_size, mesh.smallest_device_bytes())
     except ConfigError as error:
         say_error(str(error))
         sys.exit(EXIT_USAGE)
+    if plan.device_bytes:
+        say_once("\n".join(plan.lines()))
     try:
-        finished = train(config, mesh, inputs, stop)
+        finished = train(config, mesh, inputs, plan, stop)
     except BaseException as error:
         mesh.fail(error)
     if not finished:
         leave(EXIT_STOPPED)  # all at once: a launcher that sees the first rank leave kills the others
 
 
-def train(config: Config, mesh: Mesh, inputs: Inputs, stop: StopRequest) -> bool:
+def _say_plan(config: Config, inputs: Inputs, world_size: int, device: torch.device) -> None:
+    """The table of phases and tenants. Exits where a phase cannot fit."""
+    try:
+        plan = memory_plan(config, inputs, world_size, device_bytes(device))
+    except ConfigError as error:
+        say_error(str(error))
+        sys.exit(EXIT_USAGE)
+    say_once("\n".join(plan.lines()))
+
+
+def train(config: Config, mesh: Mesh, inputs: Inputs, plan: Plan, stop: StopRequest) -> bool:
     """The whole run: evaluate, steps, evaluate, export. False where it was ended before its last step."""
-    job = Job(config, mesh, inputs, checkpoint.choose(config, mesh))
+    job = Job(config, mesh, inputs, plan, checkpoint.choose(config, mesh))
+    try:
+        return _run(job, stop)
+    except Exception as error:
+        if explained := job.parts.memory.explain(error):
+            raise MemoryError(explained) from error
+        raise
+
+
+def _run(job: Job, stop: StopRequest) -> bool:
+    config, mesh = job.config, job.mesh
     progress = job.progress
     start = time.perf_counter() - progress.train_seconds
     if progress.step == 0:
@@ -108,8 +137,9 @@ def _end_early(job: Job, reason: str) -> None:
 
 
 def _save(job: Job) -> None:
-    with job.parts.metrics.timed("save"):
+    with job.parts.memory.holding(MOVABLE), job.parts.metrics.timed("save"):
         checkpoint.save(job.progress, job.parts.policy, job.parts.reference, job.config, job.mesh)
+    sync_again(job.parts)
     job.saved_step = job.progress.step
 
 
@@ -132,7 +162,9 @@ def _evaluate(job: Job, step: int) -> float | None:
 
 def _export(job: Job, name: str) -> None:
     folder = os.path.join(job.config.run.output_dir, name)
-    export(folder, job.parts.policy, job.parts.tokenizer, job.config, job.mesh)
+    with job.parts.memory.holding([Tenant.WEIGHTS]):
+        export(folder, job.parts.policy, job.parts.tokenizer, job.config, job.mesh)
+    sync_again(job.parts)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,13 @@ import torch
 from spmd_rl import step as step_module
 from spmd_rl.batch import Completion, pack
 from spmd_rl.config import parse
-from spmd_rl.job import load_inputs
+from spmd_rl.job import load_inputs, memory_plan, storages
 from spmd_rl.losses import clipped_surrogate
 from spmd_rl.memory import Memory
 from spmd_rl.mesh import Mesh, leave
 from spmd_rl.metrics import Metrics
 from spmd_rl.model import load_hf_config
+from spmd_rl.offload import HostMemory
 from spmd_rl.policy import Policy, Reference
 from spmd_rl.prompts import PromptSampler
 from spmd_rl.rollout import Rollout, Sampling
@@ -57,7 +58,7 @@ class Bench:
         for _ in range(3):  # generators somewhere in their course, not where a seed puts them
             random.random(), np.random.rand(), torch.rand(1)
         self.states = {"before": process_state()}
-        self.rollout = Rollout(self.config, self.mesh, self.inputs.tokenizer)
+        self.rollout = Rollout(self.config, self.mesh, self.inputs.tokenizer, sleeps=True)
         self.states["engine built"] = process_state()
         self.engine_calls = []
         engine_generate = self.rollout._llm.generate
@@ -84,11 +85,14 @@ class Bench:
             sampler=PromptSampler(self.inputs.train_prompts, own.batch.prompts_per_step, own.run.seed, True),
             rewards=self.inputs.rewards, rollout=self.rollout, policy=policy, reference=reference,
             weight_sync=WeightSync(own.weight_sync, self.mesh, policy, self.rollout),
-            memory=Memory(self.mesh, self.rollout, metrics), user_loss=user_loss)
+            # On a CPU nothing is freed by it, but everything takes its turns.
+            memory=Memory(self.mesh, self.rollout, lambda: storages(policy, reference), HostMemory(pinned=False),
+                          metrics, memory_plan(own, self.inputs, self.mesh.world_size, None)), user_loss=user_loss)
 
     @staticmethod
     def drop(parts):
         parts.memory.enter("train")
+        parts.memory.wait_for_step()
         parts.policy.close()
         if parts.reference:
             parts.reference.close()

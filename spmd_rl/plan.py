@@ -1,0 +1,254 @@
+"""Who fits on the device in which phase: the table of phases and tenants in bytes, by arithmetic from the config.
+
+States are exact; activations and the engine's own working memory are estimates. From the table follow, for
+memory.swap auto, the tenants that stay on the device in every phase; the others leave when their phase ends.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, combinations
+from typing import Any
+
+from spmd_rl.config import Config, ConfigError
+from spmd_rl.offload import Tenant
+
+GIB = 2**30
+CONTEXT_BYTES = 2 * GIB  # the CUDA context, the kernels' modules, NCCL, cuBLAS workspaces
+MARGIN = 0.03  # of the device, kept free by auto: allocators round up
+REDUCE_BUCKET = 5 * 10**8  # elements, DeepSpeed's default
+
+PHASES: dict[str, set[Tenant]] = {
+    "rollout": {Tenant.ENGINE_WEIGHTS, Tenant.KV_CACHE},
+    "reference": {Tenant.REFERENCE},
+    "train": {Tenant.WEIGHTS, Tenant.MASTERS, Tenant.MOMENTS, Tenant.GRADIENTS, Tenant.SCRATCH},
+    "sync": {Tenant.WEIGHTS, Tenant.ENGINE_WEIGHTS},
+}
+POLICY = (Tenant.WEIGHTS, Tenant.MASTERS, Tenant.MOMENTS, Tenant.GRADIENTS, Tenant.SCRATCH)
+ENGINE = {Tenant.ENGINE_WEIGHTS, Tenant.KV_CACHE}
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What the arithmetic needs of a model."""
+
+    num_elements: int
+    """Of all parameters, a tied one once."""
+    largest: int
+    """Elements of the largest parameter."""
+    num_layers: int
+    hidden: int
+    intermediate: int
+    query_width: int
+    """Heads x head size."""
+    key_width: int
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What stays on the device, and the bytes behind the decision."""
+
+    tenants: dict[Tenant, int]
+    """Bytes of each on one rank's device, when all of it is there."""
+    others: dict[str, dict[str, int]]
+    """Phase -> what else takes memory in it, in bytes."""
+    residents: frozenset[Tenant]
+    """On the device in every phase."""
+    remedies: dict[str, str]
+    """Phase -> settings that make it smaller, those first that cost least."""
+    device_bytes: int | None
+    """Of the smallest device of the job; None where no device could be asked."""
+
+    @property
+    def engine_sleeps(self) -> bool:
+        """Whether vLLM's sleep mode is needed."""
+        return not ENGINE <= self.residents
+
+    @property
+    def host_bytes(self) -> int:
+        """Pinned host memory that leaving takes on one rank; scratch is dropped, not copied."""
+        return sum(size for tenant, size in self.tenants.items()
+                   if tenant not in self.residents | ENGINE | {Tenant.SCRATCH})
+
+    def total(self, phase: str) -> int:
+        """Bytes on the device in a phase."""
+        return sum(self.row(phase).values())
+
+    def row(self, phase: str) -> dict[str, int]:
+        """Name -> bytes of all that is on the device in a phase."""
+        there = PHASES[phase] | self.residents
+        return {tenant.value: size for tenant, size in self.tenants.items() if tenant in there} | self.others[phase]
+
+    def lines(self) -> Iterator[str]:
+        """The table in GiB, for people."""
+        phases = [phase for phase in PHASES if phase != "reference" or self.tenants[Tenant.REFERENCE]]
+        rows = {phase: self.row(phase) for phase in phases}
+        names = list(dict.fromkeys([t.value for t, size in self.tenants.items() if size]
+                                   + [name for row in rows.values() for name, size in row.items() if size]))
+        yield f"{'GiB on a rank':<24}" + "".join(f"{phase:>11}" for phase in phases)
+        for name in names:
+            yield f"{name:<24}" + "".join(f"{rows[p][name] / GIB:>11.2f}" if rows[p].get(name) else f"{'-':>11}"
+                                          for p in phases)
+        yield f"{'all (estimate)':<24}" + "".join(f"{self.total(phase) / GIB:>11.2f}" for phase in phases)
+        if self.device_bytes:
+            yield f"the device has {self.device_bytes / GIB:.2f}; " + self._what_moves()
+        else:
+            yield "no device could be asked: memory.device_gib says its size"
+
+    def _what_moves(self) -> str:
+        moving = [t.value for t, size in self.tenants.items() if size and t not in self.residents]
+        if not moving:
+            return "all of it stays there in every phase"
+        return f"{', '.join(moving)} take turns, by way of {self.host_bytes / GIB:.2f} GiB of pinned host memory"
+
+
+def model_size(model: Any, hf_config: Any) -> ModelSize:
+    """model: a Transformers causal model, on the meta device or anywhere."""
+    sizes = [p.numel() for p in model.parameters()]
+    c = hf_config
+    head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    return ModelSize(sum(sizes), max(sizes), c.num_hidden_layers, c.hidden_size, c.intermediate_size,
+                     c.num_attention_heads * head, (getattr(c, "num_key_value_heads", None) or c.num_attention_heads)
+                     * head, c.vocab_size)
+
+
+def make_plan(config: Config, size: ModelSize, world_size: int, device_bytes: int | None) -> Plan:
+    """The table, and what stays. Raises ConfigError where a phase cannot fit, with the numbers and what to set."""
+    tenants = _tenants(config, size, world_size, device_bytes)
+    others = _others(config, size, world_size, device_bytes)
+    remedies = {phase: _remedy(config, phase) for phase in PHASES}
+    plan = Plan(tenants, others, frozenset(), remedies, device_bytes)
+    if config.memory.swap == "never" or config.memory.swap == "auto" and not device_bytes:
+        plan = replace(plan, residents=frozenset(Tenant))
+    elif config.memory.swap == "auto":
+        plan = replace(plan, residents=_residents(plan))
+    for phase in PHASES:
+        if device_bytes and plan.total(phase) > device_bytes:
+            raise ConfigError(
+                f"the {phase} phase needs about {plan.total(phase) / GIB:.1f} GiB a device, which has "
+                f"{device_bytes / GIB:.1f}: "
+                + ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.row(phase).items() if size)
+                + f"; what helps: {remedies[phase]}")
+    return plan
+
+
+def _tenants(config: Config, size: ModelSize, world_size: int, device_bytes: int | None) -> dict[Tenant, int]:
+    """Bytes by DeepSpeed's own layout at each stage; masters and moments are fp32."""
+    stage, n = config.policy.zero_stage, size.num_elements
+    is_bf16 = config.model.dtype == "bfloat16"
+    width = 2 if is_bf16 else 4
+    shard = -(-n // world_size)
+    optimizer_elements = n if stage == 0 else shard
+    has_masters = is_bf16 or stage > 0
+    on_host = _offload_device(config, "offload_optimizer") not in (None, "none")
+    weights_on_host = _offload_device(config, "offload_param") not in (None, "none")
+    # At stage 0 the bf16 ones beside their fp32 sum; at stages 1 to 3 in fp32 only.
+    gradients = {0: n * 6 if is_bf16 else n * 4, 1: 4 * n, 2: 4 * shard, 3: 4 * shard}
+    weights = width * (shard if stage == 3 else n)
+    t = config.rollout.tensor_parallel_size
+    engine_weights = width * n // t
+    engine = int(config.rollout.gpu_memory_utilization * device_bytes) if device_bytes else 0
+    kv_cache = (int(config.rollout.kv_cache_gib * GIB) if config.rollout.kv_cache_gib
+                else max(0, engine - engine_weights - _engine_work(config, size)))
+    reference_shard = shard if stage == 3 else n
+    return {
+        Tenant.WEIGHTS: 0 if weights_on_host else weights,
+        Tenant.MASTERS: 0 if on_host or not has_masters else 4 * optimizer_elements,
+        Tenant.MOMENTS: 0 if on_host or config.policy.optimizer == "sgd" else 8 * optimizer_elements,
+        Tenant.GRADIENTS: 0 if on_host and stage > 0 else gradients[stage],
+        Tenant.SCRATCH: _reduce_bucket(config) * width if stage == 3 else 0,
+        Tenant.REFERENCE: width * reference_shard if config.loss.beta > 0 else 0,
+        Tenant.ENGINE_WEIGHTS: engine_weights,
+        Tenant.KV_CACHE: kv_cache,
+    }
+
+
+def _others(config: Config, size: ModelSize, world_size: int, device_bytes: int | None) -> dict[str, dict[str, int]]:
+    """Phase -> what else: working memory that nobody moves, since it is gone when its phase ends."""
+    stage = config.policy.zero_stage
+    width = 2 if config.model.dtype == "bfloat16" else 4
+    tokens = max(config.batch.max_tokens_per_microbatch, config.max_model_len)
+    forward = tokens * _layer_bytes(size, width) + int(config.policy.logprob_memory_gib * GIB)
+    gathered = 2 * size.largest * width if stage == 3 and world_size > 1 else 0
+    if config.policy.gradient_checkpointing:
+        saved = size.num_layers * size.hidden * width * tokens + 2 * tokens * _layer_bytes(size, width)
+    else:
+        saved = (size.num_layers + 1) * tokens * _layer_bytes(size, width)
+    # The head: hidden states of targets and their gradient, a tile of logits, the weight's gradient in fp32 and as is.
+    head = int(config.policy.logprob_memory_gib * GIB) + 3 * tokens * size.hidden * width + (
+        4 + width) * size.vocabulary * size.hidden
+    buckets = 2 * _reduce_bucket(config) * width if stage in (1, 2) else 0
+    context = {"context": CONTEXT_BYTES}
+    staging = (min(max(config.weight_sync.bucket_mib * 2**20, size.largest * width), size.num_elements * width)
+               if stage == 3 else 0)
+    return {
+        "rollout": {"engine's work": _engine_work(config, size)} | context,
+        "reference": {"activations": forward + gathered} | context,
+        "train": {"activations": saved + head + gathered, "reduce buckets": buckets} | context,
+        "sync": {"staging": staging} | context,
+    }
+
+
+def _layer_bytes(size: ModelSize, width: int) -> int:
+    """Activations of one block that its backward reads, bytes a token: norms (upcast to fp32), projections and their
+    rotary forms, attention, the gated MLP."""
+    heads = size.query_width + size.key_width
+    return (size.hidden * (2 * (4 + 2 * width) + width) + heads * (4 + 5 * width) + size.key_width * width
+            + 4 * width * size.intermediate)
+
+
+def _engine_work(config: Config, size: ModelSize) -> int:
+    """vLLM's activations and logits at its largest batch, by its defaults."""
+    tokens = int(config.vllm.get("max_num_batched_tokens") or 16384)
+    rows = int(config.vllm.get("max_num_seqs") or 1024)
+    width = 2 if config.model.dtype == "bfloat16" else 4
+    t = config.rollout.tensor_parallel_size
+    return tokens * (4 * size.hidden + 3 * size.intermediate // t) * width + rows * size.vocabulary * 4 * 2
+
+
+def _reduce_bucket(config: Config) -> int:
+    return int(config.deepspeed.get("zero_optimization", {}).get("reduce_bucket_size", REDUCE_BUCKET))
+
+
+def _offload_device(config: Config, name: str) -> Any:
+    return (config.deepspeed.get("zero_optimization", {}).get(name) or {}).get("device")
+
+
+def _residents(plan: Plan) -> frozenset[Tenant]:
+    """The set whose staying saves the most copied bytes in every phase's room; the engine stays where it fits too."""
+    assert plan.device_bytes, "auto needs a device to fill"
+    usable = int(plan.device_bytes * (1 - MARGIN))
+    free = frozenset(t for t, size in plan.tenants.items() if not size)
+    movable = [t for t in (*POLICY, Tenant.REFERENCE) if t not in free]
+    best: tuple[tuple[int, int], frozenset[Tenant]] = ((-1, -1), frozenset())
+    for engine in (frozenset(ENGINE), frozenset[Tenant]()):
+        for chosen in chain.from_iterable(combinations(movable, count) for count in range(len(movable) + 1)):
+            trial = replace(plan, residents=free | engine | frozenset(chosen))
+            value = (sum(plan.tenants[t] for t in chosen), len(engine))
+            if value > best[0] and all(trial.total(phase) <= usable for phase in PHASES):
+                best = (value, trial.residents)
+    return best[1]
+
+
+def _remedy(config: Config, phase: str) -> str:
+    p = config.policy
+    found = []
+    if config.memory.swap == "never":
+        found.append("set memory.swap auto")
+    if phase == "rollout":
+        found.append(f"lower rollout.gpu_memory_utilization ({config.rollout.gpu_memory_utilization})"
+                     if not config.rollout.kv_cache_gib else
+                     f"lower rollout.kv_cache_gib ({config.rollout.kv_cache_gib})")
+        found.append("raise rollout.tensor_parallel_size")
+    if phase in ("train", "reference"):
+        if not p.gradient_checkpointing:
+            found.append("set policy.gradient_checkpointing true")
+        found.append(f"lower batch.max_tokens_per_microbatch ({config.batch.max_tokens_per_microbatch}) or "
+                     f"policy.logprob_memory_gib ({p.logprob_memory_gib})")
+    if phase == "sync":
+        found.append(f"lower weight_sync.bucket_mib ({config.weight_sync.bucket_mib})")
+    if p.zero_stage < 3:
+        found.append(f"raise policy.zero_stage ({p.zero_stage}) on several GPUs")
+    if phase == "train":
+        found.append("set deepspeed.zero_optimization.offload_optimizer.device cpu")
+    return ", ".join(found)

@@ -1,0 +1,69 @@
+"""A whole job on one GPU whose phases are walked by hand, for test_memory_gpu.py.
+
+    python worker_memory.py CONFIG.yaml RESULTS.json CYCLES
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from spmd_rl.config import parse
+from spmd_rl.job import Job, load_inputs, memory_plan
+from spmd_rl.mesh import Mesh, leave
+from spmd_rl.rollout import Sampling
+from spmd_rl.step import sync
+
+GIB = 2**30
+
+
+def greedy(job):
+    """Token ids of three prompts' greedy completions."""
+    prompts = job.inputs.train_prompts[:3]
+    made = job.parts.rollout.generate(prompts, 0, 0, Sampling(1, 6, greedy=True))
+    return [completion.token_ids for completion in made]
+
+
+def used_gib():
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / GIB
+
+
+def main():
+    config, _ = parse(["--config", sys.argv[1], "--model.dtype", "bfloat16"])
+    inputs = load_inputs(config, 1)
+    mesh = Mesh(config.mesh, 1, config.run.seed)
+    job = Job(config, mesh, inputs, memory_plan(config, inputs, 1, mesh.smallest_device_bytes()))
+    memory = job.parts.memory
+    found = {"greedy": [greedy(job)], "used": [], "refused": []}
+    for _ in range(int(sys.argv[3])):
+        memory.enter("train")
+        memory.wait_for_step()
+        found["used"].append(used_gib())
+        for wrong in (lambda: memory.enter("rollout"), lambda: greedy(job), job.parts.weight_sync.sync):
+            try:
+                wrong()
+            except RuntimeError as error:
+                found["refused"].append(str(error))
+        memory.enter("train")  # a second time
+        sync(job.parts)
+        memory.enter("rollout")
+        found["greedy"].append(greedy(job))
+    found["pool_gib"] = {tag: job.parts.rollout.pool_bytes(tag) / GIB for tag in ("weights", "kv_cache")}
+    memory.enter("train")
+    memory.wait_for_step()
+    free, _ = torch.cuda.mem_get_info()
+    hog = torch.empty(free - GIB, dtype=torch.uint8, device="cuda")
+    try:
+        torch.empty(8 * GIB, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError as error:
+        found["explained"] = memory.explain(error)
+    del hog
+    job.close()
+    Path(sys.argv[2]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
+    leave(0)
