@@ -1,5 +1,6 @@
 """Builds a run's parts from its config, in the order that start-up needs, and shuts them down."""
 
+import gc
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,6 +136,8 @@ class Job:
             user_advantages=inputs.user_advantages, user_loss=inputs.user_loss)
         self.parts.weight_sync.version = self.progress.weights_version - 1
         sync(self.parts)
+        gc.collect()
+        gc.freeze()  # a collection, which vLLM's sleep asks for each step, need not look at what start-up made
         start_up = metrics.reduce()  # the first step's times are its own
         say_once(", ".join(f"{name.removeprefix('timing/')} {value:.1f} s" for name, value in start_up.items()
                            if name.startswith("timing/")))

@@ -64,22 +64,44 @@ class Memory:
             if phase == "rollout" and self._rollout.state not in (EngineState.WEIGHTS_LOADED, EngineState.READY):
                 raise RuntimeError(f"cannot enter rollout: the engine is {self._rollout.state.value}; sync first")
             self._report()
+            if self.phase == "train":
+                self._found = None
+            if self._moves_any and self.phase in ("train", "reference") and self.phase != phase:
+                self._empty_cache()  # activations; before copies start, since it waits for all that runs
             wanted = PHASES[phase] | self._plan.residents
-            if self._moves_any and self.phase != phase and self.phase in ("train", "reference"):
-                self._empty_cache()  # activations; before the copies start, since it waits for all that run
-            self._leave([t for t in MOVABLE if t not in wanted])
-            if Tenant.ENGINE_WEIGHTS not in wanted:
-                self._offloader.finish_leaving()
-                self._rollout.sleep()
-            self._enter([t for t in MOVABLE if t in wanted])
-            if Tenant.ENGINE_WEIGHTS in wanted and self._rollout.state is EngineState.ASLEEP:
-                self._make_room(self._engine_bytes(Tenant.ENGINE_WEIGHTS))
-                self._rollout.wake_weights()
-            if Tenant.KV_CACHE in wanted and self._rollout.state is EngineState.WEIGHTS_LOADED:
-                self._make_room(self._engine_bytes(Tenant.KV_CACHE))
-                self._rollout.wake_kv_cache()
+            if Tenant.ENGINE_WEIGHTS in wanted:
+                self._policy_makes_way(wanted)
+            else:
+                self._engine_makes_way(wanted)
             self.phase = phase
             self._write_timeline()
+
+    def _policy_makes_way(self, wanted: Collection[Tenant]) -> None:
+        """Into sync or rollout. Where the engine's memory is free already, the copies out go on behind it."""
+        weights, kv_cache = (self._engine_bytes(t) for t in (Tenant.ENGINE_WEIGHTS, Tenant.KV_CACHE))
+        if self._rollout.state is EngineState.ASLEEP and self._fits(weights):
+            self._rollout.wake_weights()  # first: mapping memory waits for copies that run
+        self._leave([t for t in MOVABLE if t not in wanted])
+        self._enter([t for t in MOVABLE if t in wanted])
+        if self._rollout.state is EngineState.ASLEEP:
+            self._make_room(weights)
+            self._rollout.wake_weights()
+        if Tenant.KV_CACHE in wanted and self._rollout.state is EngineState.WEIGHTS_LOADED:
+            self._make_room(kv_cache)
+            self._rollout.wake_kv_cache()
+
+    def _engine_makes_way(self, wanted: Collection[Tenant]) -> None:
+        """Into reference or train. Where there is room already, the copies back start before the engine is asleep."""
+        self._leave([t for t in MOVABLE if t not in wanted])
+        self._offloader.finish_leaving()
+        entering = [t for t in MOVABLE if t in wanted]
+        away = self._offloader.bytes_away(entering)
+        if away:
+            self._empty_cache()  # before the copies start, and so that the engine's sleep finds nothing to empty
+        if away and self._fits(away):
+            self._start_entering(entering)
+        self._rollout.sleep()
+        self._enter(entering)
 
     def wait_for_step(self) -> None:
         """Masters and moments are back when this returns: the optimizer step may use them."""
@@ -126,8 +148,8 @@ class Memory:
             timeline.close()
 
     def _storages(self) -> Storages:
-        """As they were when a step had ended: they come and go in no other phase, and finding them takes a while."""
-        if self._found is None or self.phase == "train":
+        """As they were when training ended: they come and go in no other phase, and finding them takes 20 ms."""
+        if self._found is None:
             self._found = self._find()
         return self._found
 
@@ -141,9 +163,12 @@ class Memory:
         if away:
             self._empty_cache()  # into segments of their own: a part of a cached one would keep all of it
             self._make_room(away)
+        self._start_entering(tenants)
+        self._offloader.wait([t for t in tenants if t not in STEP_ONLY])
+
+    def _start_entering(self, tenants: Sequence[Tenant]) -> None:
         if (moved := self._offloader.enter(tenants)).tenants:
             self._running.append(moved)
-        self._offloader.wait([t for t in tenants if t not in STEP_ONLY])
 
     def _make_room(self, num_bytes: int) -> None:
         """Free what leaves, and torch's cache, where the driver has not this much already."""

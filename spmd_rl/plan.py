@@ -20,10 +20,10 @@ REDUCE_BUCKET = 5 * 10**8  # elements, DeepSpeed's default
 PHASES: dict[str, set[Tenant]] = {
     "rollout": {Tenant.ENGINE_WEIGHTS, Tenant.KV_CACHE},
     "reference": {Tenant.REFERENCE},
-    "train": {Tenant.WEIGHTS, Tenant.MASTERS, Tenant.MOMENTS, Tenant.GRADIENTS, Tenant.SCRATCH},
+    "train": {Tenant.WEIGHTS, Tenant.GRADIENTS, Tenant.SCRATCH, Tenant.MASTERS, Tenant.MOMENTS},
     "sync": {Tenant.WEIGHTS, Tenant.ENGINE_WEIGHTS},
 }
-POLICY = (Tenant.WEIGHTS, Tenant.MASTERS, Tenant.MOMENTS, Tenant.GRADIENTS, Tenant.SCRATCH)
+POLICY = (Tenant.WEIGHTS, Tenant.GRADIENTS, Tenant.SCRATCH, Tenant.MASTERS, Tenant.MOMENTS)  # as forward needs them
 ENGINE = {Tenant.ENGINE_WEIGHTS, Tenant.KV_CACHE}
 
 

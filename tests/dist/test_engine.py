@@ -112,7 +112,7 @@ def test_engine_refuses_to_sample_without_whole_weights(results):
         assert found["state after broken sync"].startswith("half-loaded")
         assert found["generate half-loaded"].startswith("RuntimeError: cannot generate: the engine is half-loaded")
         assert found["wake cache half-loaded"].startswith("RuntimeError: cannot wake the KV cache")
-        assert found["enter rollout half-loaded"].startswith("RuntimeError: cannot wake the KV cache")
+        assert found["enter rollout half-loaded"].startswith("RuntimeError: cannot enter rollout: the engine is half")
         assert found["state after whole sync"] == "ready"
         assert largest_gap(found) <= 1e-5
         assert found["engine again"] == pytest.approx(found["policy"], abs=1e-5)

@@ -21,7 +21,7 @@ from spmd_rl.batch import Completion, pack
 from spmd_rl.config import parse
 from spmd_rl.job import load_inputs, memory_plan, storages
 from spmd_rl.losses import clipped_surrogate
-from spmd_rl.memory import Memory
+from spmd_rl.memory import MOVABLE, Memory
 from spmd_rl.mesh import Mesh, leave
 from spmd_rl.metrics import Metrics
 from spmd_rl.model import load_hf_config
@@ -77,6 +77,7 @@ class Bench:
         config.loss.beta, config.loss.recompute_old_logprobs = beta, recompute
         config.rollout.temperature = temperature
         own = copy.deepcopy(config)
+        own.memory.swap = "always"  # on a CPU nothing is freed by it, but everything takes its turns
         metrics = Metrics(self.mesh, [])
         policy = Policy(own, self.mesh, load_hf_config(own.model))
         reference = Reference(own, self.mesh, load_hf_config(own.model)) if beta else None
@@ -85,7 +86,6 @@ class Bench:
             sampler=PromptSampler(self.inputs.train_prompts, own.batch.prompts_per_step, own.run.seed, True),
             rewards=self.inputs.rewards, rollout=self.rollout, policy=policy, reference=reference,
             weight_sync=WeightSync(own.weight_sync, self.mesh, policy, self.rollout),
-            # On a CPU nothing is freed by it, but everything takes its turns.
             memory=Memory(self.mesh, self.rollout, lambda: storages(policy, reference), HostMemory(pinned=False),
                           metrics, memory_plan(own, self.inputs, self.mesh.world_size, None)), user_loss=user_loss)
 
@@ -125,7 +125,8 @@ class Bench:
     def policy_logprobs(self, parts):
         """The policy's log-probs of the same tokens."""
         rows = [pack([completion], self.mesh.device) for completion in self.fixed_completions()]
-        return torch.cat([logprobs_N for logprobs_N, _ in parts.policy.score(rows)]).tolist()
+        with parts.memory.holding(MOVABLE):
+            return torch.cat([logprobs_N for logprobs_N, _ in parts.policy.score(rows)]).tolist()
 
     def tokens(self, parts, step=0):
         """What this rank's engine samples for the step's prompts."""
@@ -243,12 +244,13 @@ def cell_first_step(bench):
         largest = dict(seen)
         seen.update(ratio=0.0, kl=0.0)
         second = step_module.train_step(parts, 1)
-        found[f"{temperature} {'recomputed' if recompute else 'detached'}"] = {
-            "first": first, "second": second, "largest_first": largest, "largest_second": dict(seen),
-            "reference_same": weights_digest(parts.reference) == before,
-            "policy_same": weights_digest(parts.policy) == before, "reference_stage": parts.reference.zero_stage,
-            "reference_shapes": [list(t.shape) for _, t in parts.reference.full_weights(2**20)],
-            "policy_shapes": [list(t.shape) for _, t in parts.policy.full_weights(2**20)]}
+        with parts.memory.holding(MOVABLE):
+            found[f"{temperature} {'recomputed' if recompute else 'detached'}"] = {
+                "first": first, "second": second, "largest_first": largest, "largest_second": dict(seen),
+                "reference_same": weights_digest(parts.reference) == before,
+                "policy_same": weights_digest(parts.policy) == before, "reference_stage": parts.reference.zero_stage,
+                "reference_shapes": [list(t.shape) for _, t in parts.reference.full_weights(2**20)],
+                "policy_shapes": [list(t.shape) for _, t in parts.policy.full_weights(2**20)]}
         bench.drop(parts)
     return found
 
