@@ -225,16 +225,14 @@ class Policy(Engine):
     def save(self, folder: str) -> None:
         """Write weights, fp32 masters, moments and schedule, each rank its shards, into `folder`. Collective."""
         parent, tag = os.path.split(folder)
-        self.engine.save_checkpoint(parent, tag=tag, save_latest=False,
-                                    client_state={"nonfinite_in_a_row": self._nonfinite_in_a_row})
+        self.engine.save_checkpoint(parent, tag=tag, save_latest=False)
 
     def load(self, folder: str) -> None:
         """Take all of that back, on as many ranks and at the stage that wrote it, in a fresh engine. Collective."""
         parent, tag = os.path.split(folder)
-        path, state = self.engine.load_checkpoint(parent, tag=tag)
+        path, _ = self.engine.load_checkpoint(parent, tag=tag)
         if path is None:  # DeepSpeed only warns
             raise RuntimeError(f"DeepSpeed found no checkpoint in {folder}")
-        self._nonfinite_in_a_row = state["nonfinite_in_a_row"]
 
     def _unsharded_grad_norm(self) -> float:
         """DeepSpeed reports none at stage 0; every rank holds the whole, reduced gradient."""

@@ -4,7 +4,7 @@
     python tools/check_layouts.py --losses dapo,gspo --ranks 2 --stages 2,3
 
 A row has the largest gap of loss, metrics, gradient norm and updated weights over two rollouts to the standard (one
-rank, stage 0, one packed row); the padded rows are plain Transformers in float64 and fp32. In the second rollout all
+rank, stage 0, one packed row); the padded rows are plain Transformers in float64 and fp32. In the first rollout all
 ranks but one are masked out. CPU only, with the test extra. Exits with 1 where a gap is beyond its tolerance.
 """
 import argparse

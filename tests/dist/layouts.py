@@ -1,8 +1,8 @@
 """The layout table: which cells there are, how they are run, and how far two of them are apart.
 
-A cell is a loss, a ZeRO stage and a way to fill rows, on a number of ranks. Each learns the same two rollouts: a ragged
-one with a flat group and a masked completion, and one with a single trained completion, so that all ranks but one train
-nothing. The standard is one rank at stage 0 with all in one row; the standard of that is a model on padded rows.
+A cell is a loss, a ZeRO stage and a way to fill rows, on a number of ranks. Each learns the same two rollouts: one with
+a single trained completion, so that all ranks but one train nothing, and a ragged one with a flat group and a masked
+completion. The standard is one rank at stage 0 with all in one row; the standard of that is a model on padded rows.
 """
 
 import functools
@@ -45,7 +45,8 @@ LOSSES = {
               "policy": SMALL_STEP},
     "kl-moving": {"loss": TWICE | {"beta": 0.2, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.6},
                   "policy": SMALL_STEP},
-    "kl-in-reward": {"loss": AS_SAMPLED | {"beta": 0.1, "kl_estimator": "k1", "kl_in": "reward"}},
+    "kl-in-reward": {"loss": AS_SAMPLED | {"beta": 0.1, "kl_estimator": "k1", "kl_in": "reward"},
+                     "advantages": {"scale_rewards": "none"}},
     # The quantile lies among the first tokens of a group, which have one distribution.
     "top-entropy": {"loss": AS_SAMPLED | {"entropy_coef": 0.01, "top_entropy_quantile": 0.27}},
     "minibatches": {"loss": AS_SAMPLED, "batch": {"num_minibatches": 2}},  # of two groups, and of the one left over

@@ -29,22 +29,16 @@ from spmd_rl.step import Parts, learn, refresh_reference, set_advantages
 NUM_STEPS = 5
 
 
-def masters(policy):
-    """What the optimizer steps on, on this rank."""
-    outer = policy.engine.optimizer
-    # At stage 3 the base optimizer has its parameters only while it steps.
-    found = getattr(outer, "fp32_partitioned_groups_flat", None) or [
-        p for group in getattr(outer, "optimizer", outer).param_groups for p in group["params"]]
-    return [t.detach() for t in found]
-
-
 def optimizer_tensors(policy):
     """Masters and moments of this rank, in order."""
-    base = getattr(policy.engine.optimizer, "optimizer", policy.engine.optimizer)
-    moments = [state[name].detach() for state in base.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    found = masters(policy)
-    assert found and len(moments) == 2 * len(found), f"{len(found)} masters, {len(moments)} moments"
-    return found + moments
+    outer = policy.engine.optimizer
+    base = getattr(outer, "optimizer", outer)
+    # At stage 3 the base optimizer has its parameters only while it steps.
+    masters = getattr(outer, "fp32_partitioned_groups_flat", None) or [
+        p for group in base.param_groups for p in group["params"]]
+    moments = [state[name] for state in base.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert masters and len(moments) == 2 * len(masters), f"{len(masters)} masters, {len(moments)} moments"
+    return [t.detach() for t in masters + moments]
 
 
 def digest(tensors):

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from spmd_rl.batch import Completion
 from spmd_rl.config import (AdvantagesConfig, BatchConfig, Config, LossConfig, MeshConfig, ModelConfig, PolicyConfig,
                             RolloutConfig, RunConfig)
+from spmd_rl.memory import Resident
 from spmd_rl.mesh import Mesh, leave
 from spmd_rl.metrics import Metrics
 from spmd_rl.model import load_hf_config
@@ -28,12 +29,12 @@ SECTIONS = {"rollout": RolloutConfig, "batch": BatchConfig, "advantages": Advant
             "policy": PolicyConfig}
 
 # Each rollout: (group, reward, tokens of the prompt, tokens of the completion[, whether it is trained]).
-RAGGED = [(0, 1.0, 5, 9), (0, 0.0, 5, 2), (0, 0.25, 5, 16), (0, 0.0, 5, 1),
+RAGGED = [(0, 1.0, 5, 9), (0, 0.0, 5, 2), (0, 0.25, 5, 16), (0, 0.0, 5, 1), (0, 0.5, 5, 10, False),
           (1, 1.0, 3, 4), (1, 1.0, 3, 7), (1, 1.0, 3, 3), (1, 1.0, 3, 12),  # a flat group: advantage 0, still counted
-          (2, 0.0, 11, 6), (2, 1.0, 11, 5), (2, 1.0, 11, 8), (2, 0.0, 11, 10, False)]
+          (2, 0.0, 11, 6), (2, 1.0, 11, 5), (2, 1.0, 11, 8)]
 # One completion with trained tokens: from 2 ranks on, one rank trains nothing.
 FEW = [(0, 1.0, 4, 6), (0, 0.0, 4, 0), (0, 0.0, 4, 5, False)]
-STEPS = [RAGGED, FEW]
+STEPS = [FEW, RAGGED]  # this way round, a KL taken off the rewards tells many completions apart
 
 
 def completions_of(step, vocabulary=256):
@@ -72,7 +73,7 @@ def run_cell(cell, job, mesh):
     policy = Policy(config, mesh, load_hf_config(config.model))
     reference = Reference(config, mesh, load_hf_config(config.model)) if config.loss.beta else None
     parts = Parts(config=config, mesh=mesh, metrics=metrics, tokenizer=None, sampler=None, rewards=None, rollout=None,
-                  policy=policy, reference=reference, weight_sync=None, memory=None)
+                  policy=policy, reference=reference, weight_sync=None, memory=Resident())
     targets = []
     forward_backward = policy.forward_backward
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from worker_checkpoint import digest, masters, optimizer_tensors
+from worker_checkpoint import digest, optimizer_tensors
 
 from spmd_rl import policy as policy_module
 from spmd_rl.batch import Completion, pack
@@ -48,11 +48,16 @@ def one_row(mesh):
     return [pack([Completion(0, 0, [1, 2, 3], [4, 5], [0.0, 0.0], "stop", 0)], mesh.device)]
 
 
-def nonfinite(model, dtype, stage, mesh, folder):
-    """What each optimizer step did, and what a fresh policy with the checkpoint makes of one more."""
-    config = config_of(model, dtype, stage, learning_rate=1e-3, lr_scheduler_type="linear", max_nonfinite_steps=3)
+def base_optimizer(policy):
+    return getattr(policy.engine.optimizer, "optimizer", policy.engine.optimizer)
 
-    def learn(policy, factor):
+
+def nonfinite(model, dtype, stage, mesh):
+    """What each optimizer step did, and what one more without a finite gradient raises."""
+    config = config_of(model, dtype, stage, learning_rate=1e-3, lr_scheduler_type="linear", max_nonfinite_steps=3)
+    policy = Policy(config, mesh, load_hf_config(config.model))
+
+    def learn(factor):
         mine = mesh.mine([1.0] * (mesh.world_size - 1) + [factor])
         policy.forward_backward(one_row(mesh), lambda mb, logprobs_N, entropy_N: logprobs_N.sum() * mine)
         result = policy.step()
@@ -60,21 +65,13 @@ def nonfinite(model, dtype, stage, mesh, folder):
         return {"is_applied": result.is_applied, "learning_rate": result.learning_rate, "norm": result.grad_norm,
                 "state": state}
 
-    policy = Policy(config, mesh, load_hf_config(config.model))
     found = []
-    for number, factor in enumerate(FACTORS, 1):
-        mesh.step = number
-        found.append(learn(policy, factor))
-    base = getattr(policy.engine.optimizer, "optimizer", policy.engine.optimizer)
-    counted = sorted({int(state["step"]) for state in base.state.values()})
-    policy.save(f"{folder}/policy")
-    mesh.barrier()
-    policy.close()
-    policy = Policy(config, mesh, load_hf_config(config.model))
-    policy.load(f"{folder}/policy")
-    mesh.step, mesh.phase = 7, "optimizer"
+    for mesh.step, factor in enumerate(FACTORS, 1):
+        found.append(learn(factor))
+    counted = sorted({int(state["step"]) for state in base_optimizer(policy).state.values()})
+    mesh.step = len(FACTORS) + 1
     try:
-        learn(policy, float("nan"))
+        learn(float("nan"))
         error = None
     except FloatingPointError as raised:
         error = str(raised)
@@ -82,27 +79,23 @@ def nonfinite(model, dtype, stage, mesh, folder):
     return {"steps": found, "error": error, "counted": counted}
 
 
-def updates(model, dtype, stage, mesh, folder, learning_rate, count):
-    """Masters and weight after half of the updates, and after all with a save and a load between the halves."""
+def updates(model, dtype, stage, mesh, learning_rate, count):
+    """The weight, and its masters on all ranks, after so many updates."""
     config = config_of(model, dtype, stage, optimizer="sgd", learning_rate=learning_rate, max_grad_norm=0.0)
     weight_type = torch.bfloat16 if dtype == "bfloat16" else torch.float32
     policy_module.model.build = policy_module.model.build_sharded = lambda *args: OneWeight(weight_type)
-    row, found = one_row(mesh), []
-    for _ in range(2):
-        policy = Policy(config, mesh, None)
-        if found:
-            policy.load(f"{folder}/policy")
-        for _ in range(count // 2):
-            policy.forward_backward(row, lambda mb, logprobs_N, entropy_N: logprobs_N.sum() / mesh.world_size)
-            policy.step()
-        (_, weight), = policy.full_weights(2**20)
-        whole = mesh.gather_lists([value for t in masters(policy) for value in t.reshape(-1).tolist()])
-        mine = {value for value in whole if 0.9 < value < 1.1}  # what fills a shard up may be anything
-        found.append({"masters": sorted(mine), "weight": weight.item()})
-        policy.save(f"{folder}/policy")
-        mesh.barrier()
-        policy.close()
-    return found
+    policy, row = Policy(config, mesh, None), one_row(mesh)
+    for _ in range(count):
+        policy.forward_backward(row, lambda mb, logprobs_N, entropy_N: logprobs_N.sum() / mesh.world_size)
+        policy.step()
+    (_, weight), = policy.full_weights(2**20)
+    # At stage 3 the base optimizer has its parameters only while it steps.
+    masters = getattr(policy.engine.optimizer, "fp32_partitioned_groups_flat", None) or [
+        p for group in base_optimizer(policy).param_groups for p in group["params"]]
+    whole = mesh.gather_lists([value for t in masters for value in t.reshape(-1).tolist()])
+    found = {"masters": sorted({value for value in whole if 0.9 < value < 1.1}), "weight": weight.item()}
+    policy.close()
+    return found  # what fills a shard up may be anything: masters are those near 1
 
 
 CELLS = {"nonfinite": nonfinite,
@@ -120,11 +113,7 @@ def main():
         for cell in cells:
             mesh.phase = cell
             what, dtype, stage = cell.split("-")
-            own = Path(folder, cell)
-            for path in mesh.on_main(lambda: [own]):
-                path.mkdir()
-            mesh.barrier()
-            results = mesh.all_gather(CELLS[what](model, dtype, int(stage), mesh, own))
+            results = mesh.all_gather(CELLS[what](model, dtype, int(stage), mesh))
             policy_module.model.build, policy_module.model.build_sharded = build
             for path in mesh.on_main(lambda: [Path(folder, f"{cell}.json")]):
                 path.write_text(json.dumps(results))
