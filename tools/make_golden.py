@@ -10,6 +10,7 @@ import datetime
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,31 +22,28 @@ import worker_learn  # noqa: E402
 
 
 def record(folder):
-    """Write rollouts.jsonl: the completions of a run with dapo's settings, one rank with the real engine."""
-    from spmd_rl import checks, config, job, mesh, step
+    """Write rollouts.jsonl: what a run with dapo's settings, one rank with the real engine, learned from."""
+    from spmd_rl import step, train
 
-    train = launching.write_jsonl(folder / "train.jsonl", launching.make_rows(64, seed=1))
-    path = launching.write_config(
-        folder / "config.yaml", golden.make_model(folder / "model"), train, folder / "run",
+    prompts = launching.write_jsonl(folder / "train.jsonl", launching.make_rows(64, seed=1))
+    config = launching.write_config(
+        folder / "config.yaml", golden.make_model(folder / "model"), prompts, folder / "run",
         run={"max_steps": golden.NUM_STEPS}, rewards={"functions": [f"{ROOT}/tests/dist/golden.py:reward"]},
         rollout=golden.ROLLOUT, batch=golden.COMMON["batch"], loss=golden.COMMON["loss"] | golden.LOSSES["dapo"],
         policy=golden.COMMON["policy"] | {"optimizer": "adamw"})
-    settings, _ = config.parse(["--config", str(path)])
-    checks.validate(settings, 1)
-    made = job.Job(settings, mesh.Mesh(settings.mesh, 1, settings.run.seed), job.load_inputs(settings, 1))
-    steps = []
-    for number in range(golden.NUM_STEPS):
-        completions = step.sample(made.parts, number)
-        for c in completions:
-            c.text = ""  # bytes that are no text; nothing here reads it
-            c.sampler_logprobs = [float(f"{value:.9g}") for value in c.sampler_logprobs]  # still the same fp32 number
-        steps.append(completions)
-        step.learn(made.parts, completions)
-        step.sync(made.parts)
-        print(f"step {number + 1}: reward {made.parts.metrics.reduce()['reward']:.3f}", flush=True)
+    steps, learn = [], step.learn
+
+    def kept(parts, completions):
+        # Without texts, which are bytes here; nine digits are enough for the same fp32 number.
+        steps.append([replace(c, text="", sampler_logprobs=[float(f"{value:.9g}") for value in c.sampler_logprobs])
+                      for c in completions])
+        learn(parts, completions)
+
+    step.learn = kept
+    train.main(["--config", str(config)])
+    step.learn = learn
     golden.FOLDER.mkdir(exist_ok=True)
     worker_learn.write_rollouts(golden.ROLLOUTS, steps)
-    made.close()
 
 
 def rewrite(reason):
