@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 from spmd_rl.config import Config, ConfigError, as_dict
+from spmd_rl.losses import LOSSES, clipped_tokens
 
 # A raw option that one of our fields decides: option -> field. Nested DeepSpeed keys are dotted.
 DEEPSPEED_OWNED = {
@@ -52,7 +53,6 @@ REFUSED_RAW = {
     "deepspeed.tensor_parallel": "tensor-parallel training",
 }
 REFUSED_ZERO = ("zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size")
-LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "cispo", "sapo")
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -66,6 +66,16 @@ def validate(config: Config, world_size: int) -> None:
     _check_raw(config)
     _check_files(config)
     _check_allocator()
+
+
+def sampler_differences(config: Config) -> list[str]:
+    """Options in force that make the sampler's distribution another one than the policy's, as "rollout.top_p 0.9"."""
+    r = config.rollout
+    values: dict[str, tuple[Any, Any]] = {  # in force, and what changes nothing
+        "top_p": (r.top_p, 1.0), "top_k": (r.top_k, 0), "min_p": (r.min_p, 0.0), "min_tokens": (r.min_tokens, 0),
+        "repetition_penalty": (r.repetition_penalty, 1.0), "presence_penalty": (r.presence_penalty, 0.0),
+        "frequency_penalty": (r.frequency_penalty, 0.0)}
+    return [f"rollout.{name} {value:g}" for name, (value, neutral) in values.items() if value != neutral]
 
 
 def _require(good: bool, field_name: str, value: Any, fix: str) -> None:
@@ -145,15 +155,15 @@ def _check_loss(c: Config) -> None:
     loss, r = c.loss, c.rollout
     _require(loss.loss_type != "bnpo", "loss.loss_type", loss.loss_type,
              "it normalises by each micro-batch, so the result depends on how the batch is cut; set dapo")
-    _require(loss.loss_type in LOSS_TYPES or ":" in loss.loss_type, "loss.loss_type", loss.loss_type,
-             f"set {', '.join(LOSS_TYPES)}, or your own as module:function")
+    _require(loss.loss_type in LOSSES or ":" in loss.loss_type, "loss.loss_type", loss.loss_type,
+             f"set {', '.join(LOSSES)}, or your own as module:function")
     high = loss.epsilon if loss.epsilon_high is None else loss.epsilon_high
     _require(loss.loss_type != "cispo" or high >= 1, "loss.epsilon_high", loss.epsilon_high,
              "for cispo it is the largest ratio itself: set 1 or more, such as 5.0")
     _require(loss.delta is None or loss.delta > 1 + high, "loss.delta", loss.delta,
              f"set it above 1 + epsilon_high, {1 + high:g}")
     _require(loss.dual_clip is None or loss.dual_clip > 1, "loss.dual_clip", loss.dual_clip, "set it above 1")
-    clipped = loss.loss_type not in ("cispo", "sapo")
+    clipped = loss.loss_type not in LOSSES or LOSSES[loss.loss_type].clip_metrics is clipped_tokens
     for name in ("delta", "dual_clip"):
         _require(clipped or getattr(loss, name) is None, f"loss.{name}", getattr(loss, name),
                  f"{loss.loss_type} has no clip that it could bound; leave it out")

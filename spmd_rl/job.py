@@ -77,6 +77,10 @@ def arithmetic(config: Config, inputs: Inputs, world_size: int) -> str:
         f"{config.run.max_steps * prompts / len(inputs.train_prompts):.3g} epochs of "
         f"{len(inputs.train_prompts)} prompts; {len(inputs.eval_prompts)} held out",
     ]
+    different = checks.sampler_differences(config)
+    if different:
+        lines.append(f"the sampler is not the policy with {', '.join(different)}: a warning after the first step says "
+                     "by how much")
     for path, rows in inputs.dropped_rows.items():
         lines.append(f"{path}: {len(rows)} rows dropped, longer than data.max_prompt_length "
                      f"{config.data.max_prompt_length}: rows {', '.join(map(str, rows[:10]))}{' …' * (len(rows) > 10)}")
@@ -125,6 +129,7 @@ class Job:
             reference = Reference(config, mesh, load_hf_config(config.model)) if config.loss.beta > 0 else None
         self.progress = checkpoint_module.load(checkpoint, policy, reference) if checkpoint else Progress()
         self.saved_step = self.progress.step
+        self.first_step = self.progress.step + 1
         self.parts = Parts(
             config=config, mesh=mesh, metrics=metrics, tokenizer=inputs.tokenizer,
             sampler=PromptSampler(inputs.train_prompts, config.batch.prompts_per_step, config.run.seed,

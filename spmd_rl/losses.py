@@ -8,6 +8,7 @@ formulas, papers and where they differ from TRL's.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from spmd_rl.batch import MicroBatch, StepTotals
 from spmd_rl.config import LossConfig
 
+ENTROPY_TIE = 1e-4  # far above what the layout of an fp32 row changes, far below what tells tokens apart
 LOG_RATIO_CAP = 20.0  # exp(20) is 5e8: beyond it neither a ratio nor its gradient means anything, and e^89 is infinite
 
 
@@ -42,6 +44,16 @@ class LossInputs:
 
 TokenLoss = Callable[[LossInputs, LossConfig], Tensor]
 Weights = Callable[[Tensor, StepTotals, int], Tensor]
+ClipMetrics = Callable[[Tensor, Tensor, LossConfig], dict[str, Tensor]]
+
+
+class Loss(NamedTuple):
+    """What a loss_type is made of."""
+
+    token_loss: TokenLoss
+    weigh: Weights
+    clip_metrics: ClipMetrics
+    """From ratio and advantages of each token to what the clip does to it."""
 
 
 # Token losses: from the micro-batch's tokens to one loss a token. ----------------------------------------------------
@@ -126,12 +138,35 @@ def constant_length(lengths_N: Tensor, totals: StepTotals, max_length: int) -> T
     return torch.full_like(lengths_N, 1 / (max(totals.sequences, 1) * max_length))
 
 
-LOSSES: dict[str, tuple[TokenLoss, Weights]] = {
-    "dapo": (clipped_surrogate, token_mean),
-    "grpo": (clipped_surrogate, sequence_mean),
-    "dr_grpo": (clipped_surrogate, constant_length),
-    "cispo": (cispo, token_mean),
-    "sapo": (sapo, sequence_mean),
+# What the clip does. -------------------------------------------------------------------------------------------------
+
+
+def clipped_tokens(ratio_N: Tensor, advantages_N: Tensor, config: LossConfig) -> dict[str, Tensor]:
+    """Tokens whose gradient the clip takes: ratio below the range with A < 0, above it with A > 0."""
+    low, high = clip_range(config)
+    is_low = (ratio_N < 1 - low) & (advantages_N < 0)
+    is_high = (ratio_N > 1 + high) & (advantages_N > 0)
+    return {"clip_ratio/low_mean": is_low.float(), "clip_ratio/high_mean": is_high.float(),
+            "clip_ratio/region_mean": (is_low | is_high).float()}
+
+
+def capped_weights(ratio_N: Tensor, advantages_N: Tensor, config: LossConfig) -> dict[str, Tensor]:
+    """Tokens whose weight cispo bounds, with A > 0 as TRL counts them."""
+    _, high = clip_range(config)
+    return {"cispo_clip_ratio": ((ratio_N > high) & (advantages_N > 0)).float()}
+
+
+def no_clip(ratio_N: Tensor, advantages_N: Tensor, config: LossConfig) -> dict[str, Tensor]:
+    """A loss without one."""
+    return {}
+
+
+LOSSES = {
+    "dapo": Loss(clipped_surrogate, token_mean, clipped_tokens),
+    "grpo": Loss(clipped_surrogate, sequence_mean, clipped_tokens),
+    "dr_grpo": Loss(clipped_surrogate, constant_length, clipped_tokens),
+    "cispo": Loss(cispo, token_mean, capped_weights),
+    "sapo": Loss(sapo, sequence_mean, no_clip),
 }
 
 
@@ -176,6 +211,12 @@ def sampler_weights(inputs: LossInputs, config: LossConfig) -> Tensor:
 # All together. -------------------------------------------------------------------------------------------------------
 
 
+def loss_of(config: LossConfig, user_loss: TokenLoss | None = None) -> Loss:
+    """The config's loss; the user's own has dapo's weights, and the metrics of the clip that it may have."""
+    found = LOSSES.get(config.loss_type, LOSSES["dapo"])
+    return found._replace(token_loss=user_loss) if user_loss else found
+
+
 def policy_loss(inputs: LossInputs, config: LossConfig, totals: StepTotals, max_length: int,
                 user_loss: TokenLoss | None = None, entropy_threshold: float | None = None) -> Tensor:
     """This micro-batch's part of the step's loss: a scalar; the parts of all add up to the loss.
@@ -183,9 +224,9 @@ def policy_loss(inputs: LossInputs, config: LossConfig, totals: StepTotals, max_
     user_loss: the token loss that stands in for a built-in one; it is weighed by token_mean. entropy_threshold: tokens
     of a lower entropy are left out of the token loss and the entropy bonus; the KL keeps them, and so do the weights.
     """
-    token_loss, weigh = (user_loss, token_mean) if user_loss else LOSSES[config.loss_type]
-    weights_N = weigh(inputs.lengths_N, totals, max_length)
-    loss_N = token_loss(inputs, config)
+    loss_type = loss_of(config, user_loss)
+    weights_N = loss_type.weigh(inputs.lengths_N, totals, max_length)
+    loss_N = loss_type.token_loss(inputs, config)
     if loss_N.shape != inputs.logprobs_N.shape:
         raise ValueError(f"loss.loss_type {config.loss_type!r} returned shape {tuple(loss_N.shape)} for "
                          f"{tuple(inputs.logprobs_N.shape)} tokens: return one loss a token")
@@ -209,11 +250,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig, totals: StepTotals, max_
 
 
 def loss_metrics(inputs: LossInputs, config: LossConfig) -> dict[str, tuple[Tensor, int]]:
-    """Sums over the micro-batch's tokens and their count, by metric name; all without gradient.
-
-    clip_ratio/low and /high count tokens whose gradient the clip takes: ratio below the range with
-    A < 0, above it with A > 0.
-    """
+    """Sums over the micro-batch's tokens and their count, by metric name; all without gradient."""
     inputs = replace(inputs, logprobs_N=inputs.logprobs_N.detach(), entropy_N=inputs.entropy_N.detach())
     ratio = importance_ratio(inputs, config)
     mismatch = inputs.old_logprobs_N - inputs.sampler_logprobs_N
@@ -224,7 +261,7 @@ def loss_metrics(inputs: LossInputs, config: LossConfig) -> dict[str, tuple[Tens
         "sampling/sampling_logp_difference/mean": mismatch.abs(),
         "sampling/importance_sampling_ratio/mean": capped.exp(),
         "sampling/kl": torch.expm1(capped) - capped,  # k3 of KL(sampler || policy): tokens are the sampler's
-    } | _clip_metrics(ratio, inputs.advantages_N, config)
+    } | loss_of(config).clip_metrics(ratio, inputs.advantages_N, config)
     if config.importance_sampling_correction:
         weights = sampler_weights(inputs, config)
         values["sampling/importance_sampling_weight/mean"] = weights
@@ -232,18 +269,6 @@ def loss_metrics(inputs: LossInputs, config: LossConfig) -> dict[str, tuple[Tens
     if inputs.ref_logprobs_N is not None:
         values["kl"] = kl_estimate(inputs.logprobs_N, inputs.ref_logprobs_N, config.kl_estimator)
     return {name: (value.sum(), value.numel()) for name, value in values.items()}
-
-
-def _clip_metrics(ratio: Tensor, advantages_N: Tensor, config: LossConfig) -> dict[str, Tensor]:
-    low, high = clip_range(config)
-    if config.loss_type == "cispo":
-        return {"cispo_clip_ratio": ((ratio > high) & (advantages_N > 0)).float()}
-    if config.loss_type == "sapo":
-        return {}
-    is_low = (ratio < 1 - low) & (advantages_N < 0)
-    is_high = (ratio > 1 + high) & (advantages_N > 0)
-    return {"clip_ratio/low_mean": is_low.float(), "clip_ratio/high_mean": is_high.float(),
-            "clip_ratio/region_mean": (is_low | is_high).float()}
 
 
 # Over the rows of a rank, before the first update. -------------------------------------------------------------------
@@ -262,6 +287,15 @@ def completion_kl(mb: MicroBatch, estimator: str) -> dict[tuple[int, int], float
 def old_entropies(rows: Sequence[MicroBatch]) -> list[float]:
     """Entropies of the rows' tokens before the update."""
     return [value for mb in rows if mb.old_entropy_N is not None for value in mb.old_entropy_N.tolist()]
+
+
+def lowest_of_top(entropies: Sequence[float], share: float) -> float:
+    """Entropy from which on a token is among the `share` of highest entropy; the same for any order of `entropies`.
+
+    The first tokens of a group have one distribution, and rounding alone tells their entropies apart: all that are
+    within ENTROPY_TIE of the quantile stay.
+    """
+    return quantile(entropies, 1 - share) - ENTROPY_TIE
 
 
 def quantile(values: Sequence[float], share: float) -> float:

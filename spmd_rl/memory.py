@@ -38,6 +38,20 @@ def claim_workspaces(device: torch.device) -> None:
             (a @ a).sum().backward()  # backward runs on a thread with a handle of its own
 
 
+class Resident:
+    """Everything stays where it is: a learning half that has no engine to take turns with."""
+
+    def enter(self, phase: str) -> None:
+        """Nothing moves."""
+
+    def wait_for_step(self) -> None:
+        """Nothing is away."""
+
+    def holding(self, tenants: Collection[Tenant]) -> contextlib.AbstractContextManager:
+        """They are there."""
+        return contextlib.nullcontext()
+
+
 class Memory:
     """Moves tenants as phases change, and reports what the driver sees."""
 

@@ -103,6 +103,8 @@ class Mesh:
         self.num_engines = self.world_size // tensor_parallel_size
         self.engine_index, self.engine_rank = divmod(self._rank, tensor_parallel_size)
         self._place = Place(0, "start-up", time.monotonic())
+        self.step = 0
+        """Number of the step under way from 1, for messages; 0 before the first."""
         self._make_process_group(ranks, config.timeout_s)
         self._watcher = AbortWatcher(self._rank, self.world_size, config.timeout_s,
                                      lambda: self._place) if self.world_size > 1 else None

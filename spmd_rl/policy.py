@@ -8,6 +8,7 @@ accumulation steps is off.
 import logging
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from transformers import get_scheduler
 from spmd_rl import model
 from spmd_rl.batch import MicroBatch
 from spmd_rl.config import Config
-from spmd_rl.mesh import Mesh
+from spmd_rl.mesh import Mesh, say_once
 from spmd_rl.offload import Storages, Tenant, reachable_storages
 
 # Where DeepSpeed's optimizers keep fp32 masters; stage 3 empties the groups of the optimizer below outside its step.
@@ -128,16 +129,22 @@ class Policy(Engine):
         super().__init__(config, mesh, hf_config, ds_config)
         if config.policy.gradient_checkpointing:
             self.model.lm.gradient_checkpointing_enable({"use_reentrant": False})
-        optimizer = _make_optimizer(self.model, config, mesh.device)
+        optimizer: Any = _make_optimizer(self.model, config, mesh.device)
         p = config.policy
         num_updates = config.run.max_steps * config.updates_per_step
         scheduler = get_scheduler(p.lr_scheduler_type, optimizer, p.warmup_steps, num_updates)
+        is_unsharded_bf16 = self.zero_stage == 0 and config.model.dtype == "bfloat16"
+        take_step = optimizer.step
+        if is_unsharded_bf16:
+            # DeepSpeed takes one on zero gradients there, which Adam would count, and which decays the weights.
+            optimizer.step = lambda: None
         self.engine, *_ = self._deepspeed.initialize(model=self.model, optimizer=optimizer, config=ds_config,
                                                      lr_scheduler=scheduler)
+        optimizer.step = take_step
         self.num_updates = 0
         self._is_last_row = True
         self._fp32_grads: dict[torch.nn.Parameter, Tensor] = {}
-        if self.zero_stage == 0 and config.model.dtype == "bfloat16":
+        if is_unsharded_bf16:
             for parameter in self.model.parameters():
                 parameter.register_post_accumulate_grad_hook(self._accumulate_in_fp32)
 
@@ -169,7 +176,7 @@ class Policy(Engine):
             parameter.grad = None
 
     def step(self) -> StepResult:
-        """Clip and apply the gradient, or skip a gradient that is not finite (on all ranks alike).
+        """Clip and apply the gradient, or skip a gradient that is not finite (on all ranks alike) and say so.
 
         Raises FloatingPointError after policy.max_nonfinite_steps of the latter in a row.
         """
@@ -184,10 +191,17 @@ class Policy(Engine):
         self.num_updates += 1
         norm = float(self.engine.get_global_grad_norm()) if norm is None else norm
         self._nonfinite_in_a_row = 0 if is_applied else self._nonfinite_in_a_row + 1
-        if self._nonfinite_in_a_row >= self._config.policy.max_nonfinite_steps:
-            raise FloatingPointError(f"the gradient was not finite in {self._nonfinite_in_a_row} optimizer steps in a "
-                                     "row (policy.max_nonfinite_steps)")
+        if not is_applied:
+            self._report_skipped(norm)
         return StepResult(learning_rate, norm, is_applied)
+
+    def _report_skipped(self, norm: float) -> None:
+        count, limit = self._nonfinite_in_a_row, self._config.policy.max_nonfinite_steps
+        text = (f"step {self._mesh.step}, phase {self._mesh.phase}: the gradient is not finite (norm {norm:g}); its "
+                f"optimizer step was skipped on all ranks, {count} in a row (policy.max_nonfinite_steps {limit})")
+        if count >= limit:
+            raise FloatingPointError(text)
+        say_once(f"warning: {text}", sys.stderr)
 
     def storages(self) -> Storages:
         """Weights, fp32 masters, moments, communication buffers, and all the rest as gradients; each storage once."""

@@ -7,7 +7,8 @@ from typing import Any
 from spmd_rl.advantages import group_advantages, group_spread, normalize_then_sum
 from spmd_rl.batch import Completion, MicroBatch, Prompt, StepTotals, minibatches, pack, plan_step
 from spmd_rl.config import Config
-from spmd_rl.losses import (LossInputs, TokenLoss, completion_kl, loss_metrics, old_entropies, policy_loss, quantile)
+from spmd_rl.losses import (LossInputs, TokenLoss, completion_kl, loss_metrics, lowest_of_top, old_entropies,
+                            policy_loss)
 from spmd_rl.memory import Memory
 from spmd_rl.mesh import Mesh
 from spmd_rl.metrics import Metrics, completion_metrics, with_throughput
@@ -126,9 +127,11 @@ def learn(parts: Parts, completions: Sequence[Completion]) -> None:
     if config.loss.beta > 0 and config.loss.kl_in == "reward":
         take_kl_off(parts, completions, all_rows)
     threshold = entropy_threshold(parts, all_rows)
+    num_skipped = 0
     for _ in range(config.loss.num_iterations):
         for rows, totals in updates:
-            update(parts, rows, totals, threshold)
+            num_skipped += not update(parts, rows, totals, threshold)
+    metrics.maximum("optimizer/skipped_steps", num_skipped)
     metrics.maximum("perf/num_microbatches", len(all_rows))
 
 
@@ -149,11 +152,14 @@ def score_by_policy(parts: Parts, rows: Sequence[MicroBatch]) -> None:
                 mb.old_logprobs_N, mb.old_entropy_N = logprobs_N, entropy_N
 
 
-def update(parts: Parts, rows: Sequence[MicroBatch], totals: StepTotals, threshold: float | None) -> None:
-    """One optimizer step on the rows of all ranks; none where none has a trained token: momentum alone would move."""
+def update(parts: Parts, rows: Sequence[MicroBatch], totals: StepTotals, threshold: float | None) -> bool:
+    """One optimizer step on the rows of all ranks; none where none has a trained token: momentum alone would move.
+
+    False where its gradient was not finite, and skipped.
+    """
     config, metrics = parts.config, parts.metrics
     if not totals.tokens:
-        return
+        return True
 
     def loss(mb, logprobs_N, entropy_N):
         old_N = logprobs_N.detach() if mb.old_logprobs_N is None else mb.old_logprobs_N
@@ -173,7 +179,7 @@ def update(parts: Parts, rows: Sequence[MicroBatch], totals: StepTotals, thresho
         result = parts.policy.step()
     metrics.maximum("grad_norm", result.grad_norm)
     metrics.maximum("learning_rate", result.learning_rate)
-    metrics.maximum("optimizer/skipped_steps", float(not result.is_applied))
+    return result.is_applied
 
 
 def take_kl_off(parts: Parts, completions: Sequence[Completion], rows: Sequence[MicroBatch]) -> None:
@@ -195,7 +201,7 @@ def entropy_threshold(parts: Parts, rows: Sequence[MicroBatch]) -> float | None:
     if share == 1:
         return None
     entropies = parts.mesh.gather_lists(old_entropies(rows))
-    return quantile(entropies, 1 - share) if entropies else None
+    return lowest_of_top(entropies, share) if entropies else None
 
 
 def refresh_reference(parts: Parts, step: int) -> None:

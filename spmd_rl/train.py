@@ -13,6 +13,7 @@ import time
 import torch
 
 from spmd_rl import checkpoint, run_folder
+from spmd_rl.checks import sampler_differences
 from spmd_rl.config import Config, ConfigError, parse
 from spmd_rl.evaluate import evaluate
 from spmd_rl.export import export
@@ -111,14 +112,33 @@ def _run(job: Job, stop: StopRequest) -> bool:
 def _one_step(job: Job) -> None:
     """A step, and the evaluation and export that are due after it."""
     config, progress, last = job.config, job.progress, job.config.run.max_steps
+    job.mesh.step = progress.step + 1
     metrics = train_step(job.parts, progress.step)
     progress.step += 1
     progress.weights_version = job.parts.weight_sync.version
     job.parts.metrics.write(progress.step, metrics)
+    warning = sampler_warning(config, metrics)
+    if warning and progress.step == job.first_step:
+        say_once(f"warning: {warning}", sys.stderr)
     if progress.step < last and _is_due(config.evaluate.eval_steps, progress.step):
         _evaluate(job, progress.step)
     if progress.step < last and _is_due(config.checkpoint.export_steps, progress.step):
         _export(job, f"export-{progress.step}")
+
+
+def sampler_warning(config: Config, metrics: dict[str, float]) -> str | None:
+    """What options make sampler and policy differ by construction, and by how much in this step; None without any."""
+    options = sampler_differences(config)
+    if not options or "sampling/kl" not in metrics:
+        return None
+    text = (f"with {', '.join(options)} the sampler is not the policy: policy over sampler is "
+            f"{metrics['sampling/importance_sampling_ratio/mean']:.3g} a token in the mean, mean |log-prob gap| "
+            f"{metrics['sampling/sampling_logp_difference/mean']:.3g}, KL {metrics['sampling/kl']:.3g}; ")
+    if not config.loss.importance_sampling_correction:
+        return text + "nothing corrects it (loss.importance_sampling_correction is false)"
+    return text + (f"loss.importance_sampling_mode {config.loss.importance_sampling_mode} weighs a token's loss by "
+                   f"{metrics['sampling/importance_sampling_weight/mean']:.3g} in the mean and leaves "
+                   f"{100 * metrics['sampling/masked_fraction']:.3g} % of the tokens out")
 
 
 def _is_due(every: int, step: int) -> bool:

@@ -37,6 +37,12 @@ def pytest_runtest_setup(item):
 
 
 @pytest.fixture(scope="session")
+def tool_named():
+    """A function from NAME to tools/NAME.py as a module."""
+    return load_tool
+
+
+@pytest.fixture(scope="session")
 def make_model():
     """tools/make_model.py: `build_model`, `make_tokenizer`, `save`."""
     return load_tool("make_model")

@@ -1,66 +1,79 @@
-"""One rank of test_layout.py: learns fixed completions in many cells, with the real policy and no engine.
+"""One rank that learns given completions in many cells, with the real policy and no engine.
 
     torchrun --nproc_per_node N worker_learn.py JOB.json
 
-JOB.json has `model`, `folder` and `cells`. For each cell the folder gets NAME.json (one entry an optimizer step)
-and NAME.safetensors (the weights after all steps).
+JOB.json has `model`, `folder`, `rollouts` (a file, see `write_rollouts`) and `cells`: a name and sections of the
+config each. For each cell the folder gets NAME.json (the metrics of each rollout) and NAME.safetensors (the weights
+after all of them).
 """
 
 import json
 import random
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from safetensors.torch import save_file
 
 from spmd_rl.batch import Completion
-from spmd_rl.config import (BatchConfig, Config, LossConfig, MeshConfig, ModelConfig, PolicyConfig, RolloutConfig,
-                            RunConfig)
+from spmd_rl.config import (AdvantagesConfig, BatchConfig, Config, LossConfig, MeshConfig, ModelConfig, PolicyConfig,
+                            RolloutConfig, RunConfig)
+from spmd_rl.memory import Resident
 from spmd_rl.mesh import Mesh, leave
 from spmd_rl.metrics import Metrics
 from spmd_rl.model import load_hf_config
 from spmd_rl.policy import Policy, Reference
-from spmd_rl.step import Parts, learn, set_advantages
+from spmd_rl.step import Parts, learn, refresh_reference, set_advantages
 
-LEARNING_RATE = 1.0
-MAX_GRAD_NORM = 0.5
-MAX_LENGTH = 16
-TEMPERATURE = 0.7
+SECTIONS = {"rollout": RolloutConfig, "batch": BatchConfig, "advantages": AdvantagesConfig, "loss": LossConfig,
+            "policy": PolicyConfig}
 
-# Each step: (group, reward, tokens of the prompt, tokens of the completion).
-RAGGED = [(0, 1.0, 5, 9), (0, 0.0, 5, 2), (0, 0.25, 5, 16), (0, 0.0, 5, 1),
+# Each rollout: (group, reward, tokens of the prompt, tokens of the completion[, whether it is trained]).
+RAGGED = [(0, 1.0, 5, 9), (0, 0.0, 5, 2), (0, 0.25, 5, 16), (0, 0.0, 5, 1), (0, 0.5, 5, 10, False),
           (1, 1.0, 3, 4), (1, 1.0, 3, 7), (1, 1.0, 3, 3), (1, 1.0, 3, 12),  # a flat group: advantage 0, still counted
           (2, 0.0, 11, 6), (2, 1.0, 11, 5), (2, 1.0, 11, 8)]
-FEW = [(0, 1.0, 4, 6), (0, 0.0, 4, 0)]  # one completion with tokens: from 2 ranks on, one rank trains nothing
-STEPS = [RAGGED, FEW]
+# One completion with trained tokens: from 2 ranks on, one rank trains nothing.
+FEW = [(0, 1.0, 4, 6), (0, 0.0, 4, 0), (0, 0.0, 4, 5, False)]
+STEPS = [FEW, RAGGED]  # this way round, a KL taken off the rewards tells many completions apart
 
 
 def completions_of(step, vocabulary=256):
     """The same completions in every process."""
     draw = random.Random(len(step))
-    prompt_ids = {group: [draw.randrange(vocabulary) for _ in range(length)] for group, _, length, _ in step}
+    prompt_ids = {group: [draw.randrange(vocabulary) for _ in range(length)] for group, _, length, *_ in step}
     made = []
-    for place, (group, reward, _, length) in enumerate(step):
+    for place, (group, reward, _, length, *is_trained) in enumerate(step):
         ids = [draw.randrange(vocabulary) for _ in range(length)]
-        made.append(Completion(group, place, prompt_ids[group], ids, [-1.0] * length, "length", 0, reward=reward))
+        made.append(Completion(group, place, prompt_ids[group], ids, [-1.0] * length, "length", 0, reward=reward,
+                               is_trained=all(is_trained)))
     return made
 
 
-def run_cell(cell, model, folder, mesh):
-    config = Config(
-        run=RunConfig(max_steps=len(STEPS)), model=ModelConfig(path=model, dtype=cell["dtype"]),
-        rollout=RolloutConfig(temperature=TEMPERATURE, max_completion_length=MAX_LENGTH),
-        batch=BatchConfig(max_tokens_per_microbatch=cell["budget"]),
-        # The completions' sampler log-probs are made up: nothing is weighed by them.
-        loss=LossConfig(loss_type=cell["loss_type"], beta=cell["beta"], importance_sampling_correction=False,
-                        use_bias_correction_kl=False),
-        policy=PolicyConfig(zero_stage=cell["stage"], optimizer="sgd", learning_rate=LEARNING_RATE,
-                            max_grad_norm=MAX_GRAD_NORM))
+def write_rollouts(path, steps):
+    """A line a rollout: its completions' fields."""
+    path.write_text("".join(json.dumps([asdict(c) for c in completions]) + "\n" for completions in steps))
+
+
+def read_rollouts(path):
+    """What `write_rollouts` wrote."""
+    return [[Completion(**fields) for fields in json.loads(line)] for line in Path(path).read_text().splitlines()]
+
+
+def config_of(cell, model, num_steps):
+    """The cell's config: what it says, over the defaults."""
+    sections = {name: make(**cell.get(name, {})) for name, make in SECTIONS.items()}
+    return Config(run=RunConfig(max_steps=num_steps), model=ModelConfig(path=model, dtype=cell.get("dtype", "float32")),
+                  **sections)
+
+
+def run_cell(cell, job, mesh):
+    steps = read_rollouts(job["rollouts"])
+    config = config_of(cell, job["model"], len(steps))
     metrics = Metrics(mesh, [])
     policy = Policy(config, mesh, load_hf_config(config.model))
-    reference = Reference(config, mesh, load_hf_config(config.model)) if cell["beta"] else None
+    reference = Reference(config, mesh, load_hf_config(config.model)) if config.loss.beta else None
     parts = Parts(config=config, mesh=mesh, metrics=metrics, tokenizer=None, sampler=None, rewards=None, rollout=None,
-                  policy=policy, reference=reference, weight_sync=None, memory=None)
+                  policy=policy, reference=reference, weight_sync=None, memory=Resident())
     targets = []
     forward_backward = policy.forward_backward
 
@@ -70,13 +83,14 @@ def run_cell(cell, model, folder, mesh):
 
     policy.forward_backward = counted
     results = []
-    for step in STEPS:
-        completions = completions_of(step)
+    for number, completions in enumerate(steps):
         set_advantages(parts, completions)
         learn(parts, completions)
-        results.append(metrics.reduce() | {"targets": mesh.all_gather(targets.pop())})
+        refresh_reference(parts, number)
+        results.append(metrics.reduce() | {"targets": mesh.all_gather(list(targets))})
+        targets.clear()
     weights = {name: tensor.clone() for name, tensor in policy.full_weights(2**20)}
-    for path in mesh.on_main(lambda: [Path(folder, cell["name"])]):
+    for path in mesh.on_main(lambda: [Path(job["folder"], cell["name"])]):
         save_file(weights, f"{path}.safetensors")
         Path(f"{path}.json").write_text(json.dumps(results))
     policy.close()
@@ -90,7 +104,7 @@ def main():
     try:
         for cell in job["cells"]:
             mesh.phase = cell["name"]
-            run_cell(cell, job["model"], job["folder"], mesh)
+            run_cell(cell, job, mesh)
     except BaseException as error:
         mesh.fail(error)
     mesh.leave_together()

@@ -72,3 +72,16 @@ def test_two_ranks_on_one_device(tensor_parallel_size, inputs, tmp_path):
         rows = [json.loads(line) for line in file]
     assert len(rows) == STEPS
     assert all(row["sampling/sampling_logp_difference/mean"] <= SAMPLER_GAP for row in rows)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_runs_are_equal_with_deterministic_kernels(stage, inputs, tmp_path):
+    """mesh.full_determinism: every metric of every step, but seconds, speed and memory, to the last bit."""
+    found = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        rows = run_program(inputs, tmp_path / name, mesh={"device": "cuda", "full_determinism": True},
+                           policy={"zero_stage": stage, "learning_rate": 0.1}, loss={"num_iterations": 2})
+        found.append([{key: value for key, value in row.items() if not key.startswith(("timing/", "perf/", "memory/"))}
+                      for row in rows])
+    assert found[0] == found[1] and found[0][0]["grad_norm"] > 0

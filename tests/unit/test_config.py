@@ -6,7 +6,7 @@ import sys
 import pytest
 import yaml
 
-from spmd_rl.checks import DEEPSPEED_OWNED, REFUSED_RAW, VLLM_OWNED, validate
+from spmd_rl.checks import DEEPSPEED_OWNED, REFUSED_RAW, VLLM_OWNED, sampler_differences, validate
 from spmd_rl.config import Config, ConfigError, as_dict, load_function, parse
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -251,6 +251,66 @@ def test_case_75_temperature_zero_is_refused(good, temperature):
     """Training at T = 0 has no distribution to take log-probs of."""
     good.rollout.temperature = temperature
     with pytest.raises(ConfigError, match="rollout.temperature.*above 0"):
+        validate(good, 1)
+
+
+@pytest.mark.parametrize("buffer, is_good", [(0, False), (1, True), (255, True), (256, False), (300, False)])
+def test_an_overlong_buffer_lies_within_the_completion(good, buffer, is_good):
+    """soft_overlong needs a buffer above 0 and below the limit of 256; without that reward it is not looked at."""
+    good.rewards.overlong_buffer = buffer
+    validate(good, 1)
+    good.rewards.functions = ["soft_overlong"]
+    if is_good:
+        validate(good, 1)
+        return
+    with pytest.raises(ConfigError, match=f"rewards.overlong_buffer is {buffer}: .*256"):
+        validate(good, 1)
+
+
+@pytest.mark.parametrize("name, value, message", [
+    ("loss_type", "bnpo", "set dapo"), ("loss_type", "luspo", "set dapo, grpo, dr_grpo, cispo, sapo, or your own"),
+    ("loss_type", "cispo", "loss.epsilon_high is None: for cispo"), ("delta", 1.2, "above 1 \\+ epsilon_high, 1.2"),
+    ("dual_clip", 1.0, "above 1"), ("top_entropy_quantile", 0.0, "above 0 and at most 1"),
+    ("top_entropy_quantile", 1.1, "above 0 and at most 1"), ("ref_model_sync_steps", 5, "no reference with beta 0"),
+    ("ref_model_mixup_alpha", 0.0, "above 0 and at most 1"), ("importance_sampling_clip_min", 4.0, "at most .*3.0"),
+    ("importance_sampling_clip_max", 0.0, "above 0, or null"), ("num_iterations", 0, "above 0"),
+    ("entropy_coef", -0.1, "0 or more"), ("sapo_temperature_pos", 0.0, "above 0")])
+def test_a_loss_that_cannot_be_meant_is_refused(good, name, value, message):
+    """Each contradiction names its field and the way out."""
+    set_field(good, f"loss.{name}", value)
+    with pytest.raises(ConfigError, match=message):
+        validate(good, 1)
+
+
+@pytest.mark.parametrize("name", ["delta", "dual_clip"])
+@pytest.mark.parametrize("loss_type, is_good", [("dapo", True), ("grpo", True), ("dr_grpo", True), ("cispo", False),
+                                                ("sapo", False), ("my:loss", True)])
+def test_a_bound_needs_a_clip(good, loss_type, is_good, name):
+    """delta and dual_clip with a loss that has no clip would do nothing in silence."""
+    good.loss.loss_type, good.loss.epsilon_high = loss_type, 5.0
+    set_field(good, f"loss.{name}", 8.0)
+    if is_good:
+        validate(good, 1)
+        return
+    with pytest.raises(ConfigError, match=f"loss.{name} is 8.0: {loss_type} has no clip"):
+        validate(good, 1)
+
+
+@pytest.mark.parametrize("name, value, is_penalty", [
+    ("top_p", 0.9, False), ("top_k", 50, False), ("min_p", 0.05, False), ("min_tokens", 3, False),
+    ("repetition_penalty", 1.1, True), ("repetition_penalty", 0.9, True), ("presence_penalty", 0.5, True),
+    ("presence_penalty", -0.5, True), ("frequency_penalty", 0.5, True)])
+def test_options_that_make_sampler_and_policy_differ_are_named(good, name, value, is_penalty):
+    """Each is named with its value; without the correction a penalty is refused, a cut of the tail is not."""
+    assert sampler_differences(good) == []
+    set_field(good, f"rollout.{name}", value)
+    assert sampler_differences(good) == [f"rollout.{name} {value:g}"]
+    validate(good, 1)
+    good.loss.importance_sampling_correction = False
+    if not is_penalty:
+        validate(good, 1)
+        return
+    with pytest.raises(ConfigError, match="loss.importance_sampling_correction is False.*penalties"):
         validate(good, 1)
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from spmd_rl.config import Config, ConfigError
-from spmd_rl.job import load_inputs
+from spmd_rl.job import arithmetic, load_inputs
 
 
 @pytest.fixture
@@ -27,6 +27,14 @@ def test_inputs_are_loaded_and_checked(config):
     assert [p.content for p in inputs.train_prompts] == ["a"] and inputs.eval_prompts == []
     assert inputs.rewards.names == ["exact_match"] and inputs.dropped_rows == {}
     assert inputs.user_loss is None and inputs.user_advantages is None
+
+
+@pytest.mark.parametrize("top_k", [0, 20])
+def test_the_arithmetic_names_what_makes_the_sampler_another_distribution(config, top_k):
+    """Before anything starts, and only where there is such an option."""
+    config.rollout.top_k = top_k
+    text = arithmetic(config, load_inputs(config, 1), 1)
+    assert ("the sampler is not the policy with rollout.top_k 20" in text) == (top_k > 0)
 
 
 def test_case_16_sequences_longer_than_the_model_are_refused(config):

@@ -7,8 +7,8 @@ import torch
 
 from spmd_rl.batch import StepTotals
 from spmd_rl.config import LossConfig
-from spmd_rl.losses import (LossInputs, importance_ratio, kl_estimate, loss_metrics, policy_loss, quantile,
-                            sampler_weights)
+from spmd_rl.losses import (LossInputs, importance_ratio, kl_estimate, loss_metrics, lowest_of_top, policy_loss,
+                            quantile, sampler_weights)
 
 E = math.e
 
@@ -202,6 +202,15 @@ def test_quantile(share, value):
     values = [3.0, 1.0, 4.0, 2.0]
     assert quantile(values, share) == pytest.approx(value)
     assert quantile(values, share) == pytest.approx(torch.quantile(torch.tensor(values), share).item())
+
+
+def test_tokens_of_one_distribution_stay_together():
+    """The first tokens of a group have the same entropy up to rounding: a threshold among them keeps all or none, in
+    whatever order a layout's rounding puts them."""
+    for rounding in ([0.0, 1e-6, -1e-6], [1e-6, -1e-6, 0.0]):
+        entropies = [1.0] + [2.0 + r for r in rounding] + [3.0, 4.0]
+        assert [e >= lowest_of_top(entropies, 0.5) for e in entropies] == [False, True, True, True, True, True]
+        assert [e >= lowest_of_top(entropies, 0.2) for e in entropies] == [False] * 4 + [True, True]
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])

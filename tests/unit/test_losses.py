@@ -7,19 +7,29 @@ from dataclasses import replace
 import pytest
 import torch
 
+from spmd_rl.advantages import group_advantages
 from spmd_rl.batch import StepTotals, pack
 from spmd_rl.config import LossConfig
+from spmd_rl.logprobs import LogprobHead
 from spmd_rl.losses import LOSSES, LossInputs, kl_estimate, loss_metrics, policy_loss
 
 ADVANTAGES, LENGTHS = [1.0, -1.0, 2.0, -2.0], [1, 3, 2, 6]
 MAX_LENGTH = 8
+TOKEN_MEAN = [-a / 12 for a in ADVANTAGES]
+SEQUENCE_MEAN = [-a / (4 * n) for a, n in zip(ADVANTAGES, LENGTHS)]
+# Loss -> fields, value and each token's coefficient at ratio 1 and log-prob -1.
 # Token mean: -(1*1 - 1*3 + 2*2 - 2*6) / 12 = 10/12. Sequence mean: -(1 - 1 + 2 - 2) / 4. Constant: 10 / (4 * 8).
-VALUES = {"dapo": 10 / 12, "grpo": 0.0, "dr_grpo": 10 / 32}
-COEFFICIENTS = {
-    "dapo": [-a / 12 for a in ADVANTAGES],
-    "grpo": [-a / (4 * n) for a, n in zip(ADVANTAGES, LENGTHS)],
-    "dr_grpo": [-a / (4 * MAX_LENGTH) for a in ADVANTAGES],
+# cispo: -A logprob = A a token: -10/12. sapo: -sigmoid(0) 4 / t A = -2 A / t, with t = 1.05 for A < 0; slope -A.
+FAMILY = {
+    "dapo": ({}, 10 / 12, TOKEN_MEAN),
+    "grpo": ({"loss_type": "grpo"}, 0.0, SEQUENCE_MEAN),
+    "dr_grpo": ({"loss_type": "dr_grpo"}, 10 / 32, [-a / (4 * MAX_LENGTH) for a in ADVANTAGES]),
+    "cispo": ({"loss_type": "cispo", "epsilon_high": 5.0}, -10 / 12, TOKEN_MEAN),
+    "sapo": ({"loss_type": "sapo"}, (-2 + 2 / 1.05 - 4 + 4 / 1.05) / 4, SEQUENCE_MEAN),
+    "gspo": ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, 0.0, SEQUENCE_MEAN),
+    "gspo-token": ({"importance_sampling_level": "sequence_token"}, 10 / 12, TOKEN_MEAN),
 }
+CLIPPING = ["dapo", "grpo", "dr_grpo"]
 PERMUTATIONS = list(itertools.permutations(range(4)))
 # Where a permuted list of four is cut: none, one, two or three of the three gaps.
 CUTS = [cut for n in range(4) for cut in itertools.combinations((1, 2, 3), n)]
@@ -44,9 +54,23 @@ def tokens(values, advantages=None, old=None, ref=None, lengths=None, sampler=No
                       double(entropy or [0.0] * n), ref_logprobs_N=None if ref is None else double(ref))
 
 
+def split_coefficients(completions, rows, config, totals):
+    """(sum of the rows' parts, coefficient of each token by completion)."""
+    total, coefficients = 0.0, {}
+    for row in rows:
+        mb = pack([completions[i] for i in row], torch.device("cpu"))
+        inputs = inputs_of(mb)
+        part = policy_loss(inputs, config, totals, MAX_LENGTH)
+        part.backward()
+        total += part.item()
+        for place, i in enumerate(row):
+            coefficients[i] = inputs.logprobs_N.grad[mb.sequence_N == place].tolist()
+    return total, coefficients
+
+
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: "cut" + "-".join(map(str, cut)))
-@pytest.mark.parametrize("loss_type", VALUES)
-def test_case_01_no_split_and_no_order_changes_the_loss(completion, loss_type, cut):
+@pytest.mark.parametrize("loss", FAMILY)
+def test_case_01_no_split_and_no_order_changes_the_loss(completion, loss, cut):
     """Parts of all micro-batches add up to the step's loss, with the same coefficient on each token.
 
     A mean a micro-batch, then a mean of means, breaks it: 0.75 on {1,2},{3,4}, coefficients 1/8 and 1/16.
@@ -54,24 +78,109 @@ def test_case_01_no_split_and_no_order_changes_the_loss(completion, loss_type, c
     completions = [completion([9] * n, advantage=a) for a, n in zip(ADVANTAGES, LENGTHS)]
     totals = StepTotals.of(completions)
     assert (totals.tokens, totals.sequences) == (12, 4)
+    fields, value, expected = FAMILY[loss]
     for order in PERMUTATIONS:
         bounds = [0, *cut, 4]
-        total, coefficients = 0.0, {}
-        for a, b in zip(bounds, bounds[1:]):
-            row = order[a:b]
+        rows = [order[a:b] for a, b in zip(bounds, bounds[1:])]
+        total, coefficients = split_coefficients(completions, rows, LossConfig(**fields), totals)
+        assert total == pytest.approx(value, abs=1e-12)
+        for i in range(4):
+            assert coefficients[i] == pytest.approx([expected[i]] * LENGTHS[i], abs=1e-12)
+
+
+EXTRAS = {
+    "plain": {}, "kl": {"beta": 0.3}, "kl-k2": {"beta": 0.3, "kl_estimator": "k2", "use_bias_correction_kl": False},
+    "entropy": {"entropy_coef": 0.1}, "token_mask": {"importance_sampling_mode": "token_mask"},
+    "sequence_truncate": {"importance_sampling_mode": "sequence_truncate", "importance_sampling_clip_max": 1.1},
+}
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("loss", FAMILY)
+def test_case_01_no_split_changes_value_gradient_or_metrics_at_any_ratio(completion, loss, extra):
+    """The same away from ratio 1, with KL, entropy bonus, sampler weights: one row, two, and a row each, any order."""
+    g = torch.Generator().manual_seed(4)
+    completions = [completion([9] * n, advantage=a) for a, n in zip(ADVANTAGES, LENGTHS)]
+    totals = StepTotals.of(completions)
+    drawn = [{name: torch.randn(n, generator=g, dtype=torch.float64) for name in ("new", "sampler", "ref", "entropy")}
+             for n in LENGTHS]
+    config = LossConfig(**FAMILY[loss][0] | EXTRAS[extra])
+    found = []
+    for rows in ([(0, 1, 2, 3)], [(2, 1), (3, 0)], [(3,), (2,), (0,), (1,)], [(1,), (0, 3, 2), ()]):
+        total, coefficients, sums = 0.0, {}, {}
+        for row in rows:
             mb = pack([completions[i] for i in row], torch.device("cpu"))
-            inputs = inputs_of(mb)
-            part = policy_loss(inputs, LossConfig(loss_type=loss_type), totals, MAX_LENGTH)
+            values = {name: torch.cat([drawn[i][name] for i in row]) if row else torch.zeros(0, dtype=torch.float64)
+                      for name in drawn[0]}
+            old = torch.full_like(values["new"], -1.0)
+            inputs = LossInputs((old + 0.3 * values["new"]).requires_grad_(), old, old + 0.2 * values["sampler"],
+                                mb.advantages_N.double(), mb.sequence_N, mb.lengths_N.double(), values["entropy"],
+                                ref_logprobs_N=old + 0.5 * values["ref"])
+            part = policy_loss(inputs, config, totals, MAX_LENGTH)
             part.backward()
             total += part.item()
             for place, i in enumerate(row):
-                coefficients[i] = inputs.logprobs_N.grad[mb.sequence_N == place]
-        assert total == pytest.approx(VALUES[loss_type], abs=1e-12)
-        for i in range(4):
-            assert coefficients[i].tolist() == pytest.approx([COEFFICIENTS[loss_type][i]] * LENGTHS[i], abs=1e-12)
+                coefficients[i] = inputs.logprobs_N.grad[mb.sequence_N == place].tolist()
+            for name, (value, count) in loss_metrics(inputs, config).items():
+                before = sums.get(name, (0.0, 0))
+                sums[name] = (before[0] + float(value), before[1] + count)
+        found.append((total, [x for i in range(4) for x in coefficients[i]], {n: s / c for n, (s, c) in sums.items()}))
+    for other in found[1:]:
+        assert other[0] == pytest.approx(found[0][0], abs=1e-12)
+        assert other[1] == pytest.approx(found[0][1], abs=1e-12)
+        assert other[2] == pytest.approx(found[0][2], abs=1e-12)
 
 
-@pytest.mark.parametrize("loss_type", VALUES)
+GROUPED = [(group, sample) for group in (1, 2) for sample in range(4)]
+REWARDS = {1: [1.0, 0.0, 1.0, 0.0], 2: [0.0, 0.0, 0.0, 1.0]}
+GROUP_ADVANTAGES = {1: [0.866025, -0.866025, 0.866025, -0.866025], 2: [-0.5, -0.5, -0.5, 1.5]}
+
+
+@pytest.mark.parametrize("delivery", ["adjacent", "interleaved"])
+@pytest.mark.parametrize("loss", FAMILY)
+def test_case_07_no_loss_depends_on_the_order_of_delivery(completion, loss, delivery):
+    """Each token's coefficient is that of its own group's advantage, in whatever order completions come.
+
+    Two tokens a completion, 16 and 8 in the step: -A / 16 in every token mean and every mean of completions, -A / 64
+    by the constant length 8.
+    """
+    order = GROUPED if delivery == "adjacent" else sorted(GROUPED, key=lambda place: (place[1], place[0]))
+    advantages = group_advantages([REWARDS[g][i] for g, i in order], [g for g, _ in order], epsilon=0.0)
+    completions = [completion([9, 9], advantage=a, group=g, sample=i) for a, (g, i) in zip(advantages, order)]
+    weight = 1 / 64 if loss == "dr_grpo" else 1 / 16
+    _, coefficients = split_coefficients(completions, [range(0, 3), range(3, 8)], LossConfig(**FAMILY[loss][0]),
+                                         StepTotals.of(completions))
+    for place, (g, i) in enumerate(order):
+        assert coefficients[place] == pytest.approx([-GROUP_ADVANTAGES[g][i] * weight] * 2, abs=1e-6)
+
+
+@pytest.mark.parametrize("temperature, sampled", [(1.0, -0.440190), (0.6, -0.208060), (0.5, -0.145078)])
+@pytest.mark.parametrize("loss", FAMILY)
+def test_case_75_no_temperature_moves_the_ratios(loss, temperature, sampled):
+    """Logits 2 1 0 -1, token 0, sampled at T: ratio and sampler weight are 1, the loss is that of ratio 1, and the
+    gradient by the logits that of log-softmax(logits / T): A (p - onehot) / T.
+
+    The raw log-prob at T = 0.6 would weigh the token by 1.26; a raw one over T, -0.733650, by 0.6.
+    """
+    weight_VH = torch.tensor([[2.0], [1.0], [0.0], [-1.0]])
+    head = LogprobHead(torch.nn.Parameter(weight_VH), 1.0)
+    logprobs_N, entropy_N = head(torch.ones(1, 1), torch.tensor([0]), temperature)
+    old, one = logprobs_N.detach(), torch.ones(1)
+    inputs = LossInputs(logprobs_N, old, torch.tensor([sampled]), -one, torch.tensor([0]), one, entropy_N)
+    config = LossConfig(**FAMILY[loss][0])
+    metrics = {name: float(value) / count for name, (value, count) in loss_metrics(inputs, config).items()}
+    assert metrics["ratio"] == 1.0
+    assert metrics["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=1e-5)
+    found = policy_loss(inputs, config, StepTotals(1, 1), 1)
+    found.backward()
+    value = {"cispo": sampled, "sapo": 2 / 1.05}.get(loss, 1.0)  # cispo: A = -1 times -logprob
+    assert found.item() == pytest.approx(value, abs=1e-5)
+    probabilities = torch.softmax(weight_VH[:, 0] / temperature, 0)
+    expected = (torch.tensor([1.0, 0, 0, 0]) - probabilities) / temperature
+    assert head.weight.grad[:, 0].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("loss_type", CLIPPING)
 def test_a_row_without_targets_adds_exactly_nothing(loss_type):
     """An empty row's part is 0 with a graph behind it: its backward is as collective as the others'."""
     inputs = inputs_of(pack([], torch.device("cpu")), torch.float32)
@@ -81,7 +190,7 @@ def test_a_row_without_targets_adds_exactly_nothing(loss_type):
     assert inputs.logprobs_N.grad.shape == (0,)
 
 
-@pytest.mark.parametrize("loss_type", VALUES)
+@pytest.mark.parametrize("loss_type", CLIPPING)
 def test_a_step_without_any_token_has_loss_zero(loss_type):
     """Nothing to train on is 0, not 0/0."""
     inputs = inputs_of(pack([], torch.device("cpu")), torch.float32)
@@ -99,7 +208,7 @@ CLIPPED = [
 
 
 @pytest.mark.parametrize("ratio, advantage, high, loss, gradient", CLIPPED)
-@pytest.mark.parametrize("loss_type", VALUES)
+@pytest.mark.parametrize("loss_type", CLIPPING)
 def test_clipped_surrogate(loss_type, ratio, advantage, high, loss, gradient):
     """-min(r A, clip(r) A), both sides with their own epsilon; the clip takes the gradient only where it binds."""
     inputs = tokens([math.log(ratio)], [advantage])

@@ -131,6 +131,40 @@ def test_a_packed_row_has_the_logprobs_and_gradients_of_plain_forwards(model_fol
         close(ours[name].grad, parameter.grad, 1e-5)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3"])
+def test_case_15_no_place_in_a_row_moves_a_logprob(completion, tmp_path, kind):
+    """Absolute and rotary positions: a sequence alone, behind others, in front of filler and in a row of its own kind
+    has the same log-probs to 1e-5, those of its padded row with positions given; positions count within a sequence.
+
+    By its place in the row a GPT-2 would give it others, by more than 0.1.
+    """
+    sizes = dict(n_embd=16, n_layer=2, n_head=2, n_positions=64, vocab_size=64) if kind == "gpt2" else TINY
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, initializer_range=0.3, **sizes)).eval()
+    plain.save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path), dtype="float32")
+    model = build(config, load_hf_config(config), 1.0)
+    mine, other = completion([6, 7, 8], prompt_ids=[5]), completion([9] * 7, prompt_ids=[3, 4])
+
+    def logprobs(row, block=1, shift=0):
+        mb = pack(row, torch.device("cpu"), block=block)
+        with torch.no_grad():
+            found, _ = model(mb.input_ids_S, mb.positions_S + shift, mb.segment_ids_S, mb.target_index_N,
+                             mb.target_ids_N, 1.0)
+        return found[mb.sequence_N == row.index(mine)]
+
+    ids = torch.tensor([[0] * 3 + [5, 6, 7, 8]])
+    with torch.no_grad():
+        padded = plain(input_ids=ids, attention_mask=torch.tensor([[0] * 3 + [1] * 4]),
+                       position_ids=torch.tensor([[0] * 3 + [0, 1, 2, 3]])).logits.log_softmax(-1)
+    expected = torch.stack([padded[0, place, token] for place, token in ((3, 6), (4, 7), (5, 8))])
+    for row, block in (([mine], 1), ([other, mine], 1), ([mine, other], 32), ([other, other, mine, other], 16)):
+        assert (logprobs(row, block) - expected).abs().max() < 1e-5
+    if kind == "gpt2":
+        assert (logprobs([mine], shift=9) - expected).abs().max() > 0.1
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradient_checkpointing_changes_no_gradient(model_folder, completion, family):
     """Blocks computed again in backward see the row's segments too."""

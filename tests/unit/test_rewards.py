@@ -233,3 +233,14 @@ def test_a_missing_column_is_found_before_anything_is_loaded(functions, column):
     rewards.check_columns(prompts[:1], "train.jsonl")
     with pytest.raises(ConfigError, match=f"train.jsonl, row 3: no column '{column}'"):
         rewards.check_columns(prompts, "train.jsonl")
+
+
+@pytest.mark.parametrize("length, expected", [(0, 0.0), (5, 0.0), (6, 0.0), (7, -0.25), (8, -0.5), (9, -0.75),
+                                              (10, -1.0)])
+def test_soft_overlong_falls_over_the_buffer(completion, length, expected):
+    """Limit 10, buffer 4: 0 up to 6 tokens, then a quarter less for each, -1 at the limit; added to the others."""
+    rewards = Rewards(RewardsConfig(functions=["exact_match", "soft_overlong"], overlong_buffer=4, weights=[1.0, 2.0]),
+                      max_completion_length=10)
+    scored = [completion([1] * length, text="7")]
+    rewards.score([Prompt(0, "", [1], {"answer": "7"})], scored)
+    assert scored[0].rewards == [1.0, expected] and scored[0].reward == 1.0 + 2 * expected

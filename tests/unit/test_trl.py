@@ -9,7 +9,7 @@ import torch
 
 from spmd_rl.batch import StepTotals
 from spmd_rl.config import LossConfig
-from spmd_rl.losses import LossInputs, policy_loss, sampler_weights
+from spmd_rl.losses import LossInputs, policy_loss, quantile, sampler_weights
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="needs trl, of the extra 'test'")
 
@@ -41,7 +41,8 @@ def trl_loss(data, config):
     ratio = padded(sampler_weights(inputs_of(data), config))
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *args, **kwargs: (logprobs, padded(data.entropy), None),
-        get_high_entropy_mask=None, aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
+        get_high_entropy_mask=lambda *args: grpo_trainer.GRPOTrainer.get_high_entropy_mask(trainer, *args),
+        aux_loss_enabled=False, top_entropy_quantile=config.top_entropy_quantile, off_policy_mask_threshold=None,
         importance_sampling_level=config.importance_sampling_level, beta=config.beta, loss_type=config.loss_type,
         epsilon_low=config.epsilon, epsilon_high=config.epsilon if config.epsilon_high is None else config.epsilon_high,
         args=SimpleNamespace(use_bias_correction_kl=config.use_bias_correction_kl, delta=config.delta,
@@ -49,7 +50,8 @@ def trl_loss(data, config):
                              sapo_temperature_neg=config.sapo_temperature_neg, steps_per_generation=1),
         use_vllm=True, vllm_importance_sampling_correction=config.importance_sampling_correction,
         model=SimpleNamespace(training=False), max_completion_length=MAX_LENGTH, current_gradient_accumulation_steps=1,
-        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
+        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x,
+                                    pad_across_processes=lambda x, dim, pad_index: x),
         _entropy_bonus_enabled=config.entropy_coef != 0, entropy_coef=config.entropy_coef, use_adaptive_entropy=False,
         _metrics={"eval": defaultdict(list)})
     ids = torch.zeros(4, 6, dtype=torch.long)
@@ -64,8 +66,8 @@ def trl_loss(data, config):
 def inputs_of(data):
     sequence_N = torch.repeat_interleave(torch.arange(4), torch.tensor(LENGTHS))
     return LossInputs(data.policy.clone().requires_grad_(), data.old, data.sampler, data.advantages[sequence_N],
-                      sequence_N, torch.tensor(LENGTHS, dtype=torch.float64)[sequence_N], data.entropy,
-                      ref_logprobs_N=data.ref)
+                      sequence_N, torch.tensor(LENGTHS, dtype=torch.float64)[sequence_N], data.entropy, data.entropy,
+                      data.ref)
 
 
 FIELDS = [
@@ -90,6 +92,29 @@ def test_equal_to_trl(loss_type, fields):
     value, gradient = trl_loss(data, config)
     assert math.isclose(found.item(), value, abs_tol=TOLERANCE)
     assert (inputs.logprobs_N.grad - gradient).abs().max() < TOLERANCE
+
+
+def test_case_01_value_by_trl():
+    """Its dapo on the case's numbers, at ratio 1: 10 / 12, as ours in every split."""
+    data = draw()
+    data.policy = data.sampler = data.old
+    value, gradient = trl_loss(data, LossConfig())
+    assert math.isclose(value, 10 / 12, abs_tol=TOLERANCE)
+    expected = -data.advantages[inputs_of(data).sequence_N] / 12
+    assert (gradient - expected).abs().max() < TOLERANCE
+
+
+def test_equal_to_trl_top_entropy():
+    """The token loss over the 30 % of tokens with the highest entropy, normalised by all."""
+    config, data = LossConfig(top_entropy_quantile=0.3), draw()
+    inputs = inputs_of(data)
+    threshold = quantile(data.entropy.tolist(), 0.7)
+    found = policy_loss(inputs, config, StepTotals(sum(LENGTHS), 4), MAX_LENGTH, entropy_threshold=threshold)
+    found.backward()
+    value, gradient = trl_loss(data, config)
+    assert math.isclose(found.item(), value, abs_tol=TOLERANCE)
+    assert (inputs.logprobs_N.grad - gradient).abs().max() < TOLERANCE
+    assert 0 < (gradient == 0).sum() < sum(LENGTHS)
 
 
 def test_equal_to_trl_gspo():
