@@ -144,10 +144,6 @@ class Mesh:
         """What `make` returns on the first rank, nothing elsewhere: for writers and other sinks."""
         return make() if self._rank == 0 else ()
 
-    def is_first_on_host(self) -> bool:
-        """Whether this rank is the first of those on its machine. Collective."""
-        return self.all_gather(self.host).index(self.host) == self._rank
-
     def share(self, items: Sequence[T]) -> Sequence[T]:
         """This rank's part of a list of the step's, one part a rank: neighbours, sizes equal to within one."""
         return split(items, self.world_size)[self._rank]
@@ -206,17 +202,19 @@ class Mesh:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def fail(self, error: BaseException) -> NoReturn:
+    def fail(self, error: BaseException, phase: str | None = None) -> NoReturn:
         """End this process with `error`'s traceback, and the other ranks with it, now.
 
         No clean-up: destroying groups or engines waits for peers that are inside other collectives.
+        phase: where it happened, if not in the main thread's.
         """
+        phase = phase or self.phase
         text = "".join(traceback.format_exception(error))
         if self._watcher and "timed out" in str(error).lower():
             text += self._watcher.describe_others() + "\n"
-        print(f"\n[rank {self._rank}] failed in phase {self.phase}:\n{text}", file=sys.stderr, flush=True)
+        print(f"\n[rank {self._rank}] failed in phase {phase}:\n{text}", file=sys.stderr, flush=True)
         if self._watcher:
-            self._watcher.abort(f"rank {self._rank} failed in phase {self.phase}: {type(error).__name__}: {error}")
+            self._watcher.abort(f"rank {self._rank} failed in phase {phase}: {type(error).__name__}: {error}")
         leave(1)
 
 

@@ -3,36 +3,81 @@
 import json
 
 import pytest
-from launching import ROOT, torchrun
+import torch
+from launching import ROOT, Once, torchrun
 
 from spmd_rl import run_folder
+from spmd_rl.shards import Shards
 
 WORKER = str(ROOT / "tests" / "dist" / "worker_checkpoint.py")
 CELLS = [dict(name=f"{dtype}-{stage}", stage=stage, dtype=dtype) for dtype in ("float32", "bfloat16")
          for stage in (0, 1, 2, 3)]
 # A reference that moves: whole on each rank beside stages 0 to 2, sharded beside 3.
 CELLS += [dict(name=f"reference-{stage}", stage=stage, dtype="float32", reference=True) for stage in (2, 3)]
-NAMES = [cell["name"] for cell in CELLS]
+BY_NAME = {cell["name"]: cell for cell in CELLS}
+NAMES = list(BY_NAME)
+CORE = ["float32-2", "bfloat16-0", "bfloat16-1", "bfloat16-3", "reference-3"]
 # (ranks, cells of one launch)
-LAUNCHES = [(2, ["float32-2", "bfloat16-0", "bfloat16-1", "bfloat16-3", "reference-3"]),
-            pytest.param((2, NAMES), marks=pytest.mark.long), pytest.param((1, NAMES), marks=pytest.mark.long)]
+LAUNCHES = [(2, CORE), *(pytest.param((ranks, NAMES), marks=pytest.mark.long) for ranks in (2, 1))]
+# Ranks that go on with what two ranks wrote -> (cell, stage there).
+CORE_MOVES = {1: [("bfloat16-3", 0), ("float32-2", 2)], 2: [("float32-2", 3), ("bfloat16-0", 1), ("reference-3", 2)],
+              4: [("bfloat16-1", 3)]}
+ALL_MOVES = [(name, stage) for name in NAMES for stage in ((2, 3) if "reference" in name else (0, 1, 2, 3))]
 
 
-@pytest.fixture(scope="module", params=LAUNCHES, ids=["2 ranks, core", "2 ranks", "1 rank"])
-def cells(request, models, tmp_path_factory):
+class Launches:
+    """What each rank found, and the run folder, of each cell; a launch's when first asked for."""
+
+    def __init__(self, model, base):
+        self._model, self._base = model, base
+        self.straight, self.moved = Once(self._straight), Once(self._moved)
+
+    def _straight(self, num_ranks, *names):
+        return self._launch(num_ranks, f"{num_ranks}-{len(names)}", [BY_NAME[name] for name in names])
+
+    def _moved(self, num_ranks, *moves):
+        """The moves' cells as (what was found, run folder, what the source found, its run folder)."""
+        core = all(name in CORE for name, _ in moves)
+        sources = self.straight(2, *(CORE if core else NAMES))
+        cells = [BY_NAME[name] | {"name": f"{name}-to-{stage}", "stage": stage, "source": str(sources[name][1])}
+                 for name, stage in moves]
+        found = self._launch(num_ranks, f"moves-{num_ranks}-{len(moves)}", cells)
+        return {(name, stage): (*found[f"{name}-to-{stage}"], *sources[name]) for name, stage in moves}
+
+    def _launch(self, num_ranks, folder_name, cells):
+        folder = self._base / folder_name
+        folder.mkdir()
+        (folder / "job.json").write_text(json.dumps({"model": str(self._model), "folder": str(folder), "cells": cells}))
+        torchrun(num_ranks, [WORKER, str(folder / "job.json")], timeout_s=500).succeeded()
+        found = {cell["name"]: (json.loads((folder / f"{cell['name']}.json").read_text()), folder / cell["name"])
+                 for cell in cells}
+        assert all(len(ranks) == num_ranks for ranks, _ in found.values())
+        return found
+
+
+@pytest.fixture(scope="module")
+def launches(models, tmp_path_factory):
+    return Launches(models["tied"], tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(params=LAUNCHES, ids=["2 ranks, core", "2 ranks", "1 rank"])
+def cells(request, launches):
     """[(what each rank found, run folder)] of the cells of one launch."""
     num_ranks, names = request.param
-    folder = tmp_path_factory.mktemp("checkpoints")
-    job = {"model": str(models["tied"]), "folder": str(folder), "cells": [c for c in CELLS if c["name"] in names]}
-    (folder / "job.json").write_text(json.dumps(job))
-    torchrun(num_ranks, [WORKER, str(folder / "job.json")], timeout_s=400).succeeded()
-    found = [(json.loads((folder / f"{name}.json").read_text()), folder / name) for name in names]
-    assert all(len(ranks) == num_ranks for ranks, _ in found)
-    return found
+    return list(launches.straight(num_ranks, *names).values())
+
+
+@pytest.fixture(params=[*CORE_MOVES, *(pytest.param(-n, marks=pytest.mark.long) for n in CORE_MOVES)],
+                ids=lambda n: f"{abs(n)} ranks{', all' * (n < 0)}")
+def moved(request, launches):
+    """Cells of two ranks that other ranks, or another stage, went on with."""
+    num_ranks = abs(request.param)
+    return launches.moved(num_ranks, *(CORE_MOVES[num_ranks] if request.param > 0 else ALL_MOVES)).values()
 
 
 def test_what_is_loaded_is_what_was_saved(cells):
-    """Weights, masters and moments of each rank, by their bytes, in a fresh engine; also from a resumed one's save."""
+    """Weights, masters and moments of each rank, by their bytes, in a fresh engine; also from a resumed one's save. The
+    checkpoint of step 2 was written beside step 3, which changed all of them meanwhile."""
     for found in (rank for ranks, _ in cells for rank in ranks):
         for loaded, saved in (("loaded", found["straight"][1]), ("loaded again", found["resumed"][0])):
             assert found[loaded] == {name: saved[name] for name in ("weights", "optimizer")}
@@ -67,3 +112,40 @@ def test_checkpoints_are_whole_and_the_newest_stay(cells):
         assert [run_folder.fault(path) for path in run_folder.checkpoints(str(folder))] == [None, None]
         state = run_folder.read_state(str(folder / "checkpoints" / "step-3"))
         assert (state["step"], state["world_size"]) == (3, len(ranks))
+
+
+def assembled(path):
+    """{(tensor, kind): value} of a checkpoint's policy and reference, whole."""
+    found = {}
+    for part in ("policy", "reference"):
+        if not (path / part).exists():
+            continue
+        with Shards(str(path / part)) as shards:
+            for name in shards.shapes:
+                for kind in shards.kinds(name):
+                    read = shards.scalar if shards.is_scalar(kind, name) else shards.whole
+                    found[part, name, kind] = read(kind, name)
+    return found
+
+
+def test_case_66_another_layout_has_the_same_masters_and_moments(moved):
+    """Loaded by other ranks or at another stage and saved again, each whole tensor has the bytes it had, and the count
+    of steps its value; so have the weights, the reference's among them."""
+    for found, folder, source, source_folder in moved:
+        saved, wanted = (assembled(f / "checkpoints" / "step-2") for f in (folder, source_folder))
+        assert saved.keys() == wanted.keys()
+        assert {kind for _, _, kind in wanted} >= {"master", "exp_avg", "exp_avg_sq", "step"}
+        assert all(torch.equal(saved[key], wanted[key]) for key in wanted)
+        assert all(rank["loaded"]["weights"] == source[0]["straight"][1]["weights"] for rank in found)
+
+
+def test_case_66_another_layout_learns_on(moved):
+    """Steps 3 to 5 are those of the run that was never moved: the learning rate exactly, in fp32 the rest to 1e-5, and
+    in bf16, whose gradients are summed in another order, to 2 %."""
+    for found, folder, source, _ in moved:
+        tolerance = 2e-2 if "bfloat16" in folder.name else 1e-5
+        for rank in found:
+            for step, want in zip(rank["resumed"], source[0]["straight"][2:], strict=True):
+                assert step["learning_rate"] == want["learning_rate"]
+                for name in ("loss", "grad_norm", "entropy"):
+                    assert step[name] == pytest.approx(want[name], rel=tolerance, abs=tolerance), (folder.name, name)

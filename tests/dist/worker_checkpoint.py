@@ -3,7 +3,8 @@
     torchrun --nproc_per_node N worker_checkpoint.py JOB.json
 
 JOB.json has `model`, `folder` and `cells` (name, stage, dtype). For each cell the folder gets NAME.json with what each
-rank found, and the run folder NAME with its checkpoints.
+rank found, and the run folder NAME with its checkpoints. A cell with `source`, the run folder of another cell, goes on
+from that one's checkpoint of step 2, which other ranks or another stage may have written.
 """
 
 import hashlib
@@ -17,10 +18,10 @@ import torch
 from worker_learn import RAGGED, completions_of
 
 from spmd_rl import checkpoint, run_folder
-from spmd_rl.checkpoint import Progress
+from spmd_rl.checkpoint import Progress, Saver
 from spmd_rl.config import (BatchConfig, CheckpointConfig, Config, LossConfig, MeshConfig, ModelConfig, PolicyConfig,
                             RunConfig)
-from spmd_rl.mesh import Mesh, leave
+from spmd_rl.mesh import Mesh, generator_states, leave, restore_generators
 from spmd_rl.metrics import Metrics
 from spmd_rl.model import load_hf_config
 from spmd_rl.policy import Policy, Reference
@@ -85,12 +86,22 @@ class Cell:
         return {name: found[name] for name in names if name in found} | state_of(policy, reference)
 
     def save(self, engines, step):
-        checkpoint.save(Progress(step, step), *engines, self.config, self.mesh)
+        Saver(self.config, self.mesh, *engines).save(Progress(step, step))
 
-    def resumed(self, step):
+    def save_beside(self, engines, step):
+        """Save while the next step changes all that is saved; returns that step's metrics."""
+        self.config.checkpoint.background = True
+        saver = Saver(self.config, self.mesh, *engines)
+        saver.save(Progress(step, step))
+        found = self.learn(*engines)
+        saver.finish()
+        self.config.checkpoint.background = False
+        return found
+
+    def resumed(self, step, folder=None):
         """Fresh engines with the checkpoint of a step, and their state before any learning."""
         engines = self.engines()
-        path = run_folder.checkpoint_path(self.config.run.output_dir, step)
+        path = run_folder.checkpoint_path(folder or self.config.run.output_dir, step)
         assert checkpoint.load(path, *engines) == Progress(step, step)
         checkpoint.load_generators(path, self.mesh)
         return engines, state_of(*engines)
@@ -108,19 +119,41 @@ def draws():
 
 def run_cell(cell, job, mesh):
     made = Cell(cell, job, mesh)
-    found = {}
     for folder in mesh.on_main(lambda: [Path(made.config.run.output_dir)]):
         folder.mkdir()
         (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     mesh.barrier()
+    found = going_on(made, cell["source"]) if "source" in cell else straight_and_resumed(made, cell)
+    results = mesh.all_gather(found)
+    for path in mesh.on_main(lambda: [Path(job["folder"], cell["name"] + ".json")]):
+        path.write_text(json.dumps(results))
+
+
+def going_on(made, source):
+    """What a run of other ranks or another stage left, saved again at once, and the steps from there."""
+    engines, loaded = made.resumed(2, source)
+    made.save(engines, 2)
+    found = {"loaded": loaded, "resumed": [made.learn(*engines) for _ in range(3, NUM_STEPS + 1)]}
+    close(engines)
+    return found
+
+
+def straight_and_resumed(made, cell):
+    """Five steps at once; a resume after the second, and one of that after the third."""
+    found = {}
     engines = made.engines()
     found["straight"] = []
     for step in range(1, NUM_STEPS + 1):
+        if step == 3:  # what the copy of step 2 must not see
+            found["straight"].append(made.save_beside(engines, 2))
+            continue
         found["straight"].append(made.learn(*engines))
-        if step in (1, 2):
+        if step == 1:
             made.save(engines, step)
         if step == 2:
+            generators = generator_states()
             found["draws"] = draws()
+            restore_generators(generators)
     if cell["dtype"] == "bfloat16":
         found["masters are finer"] = any(bool((t != t.bfloat16().float()).any()) for t in optimizer_tensors(engines[0])
                                          if t.dtype == torch.float32)
@@ -135,9 +168,7 @@ def run_cell(cell, job, mesh):
     engines, found["loaded again"] = made.resumed(3)
     found["resumed again"] = [made.learn(*engines), made.learn(*engines)]
     close(engines)
-    results = mesh.all_gather(found)
-    for path in mesh.on_main(lambda: [Path(job["folder"], cell["name"] + ".json")]):
-        path.write_text(json.dumps(results))
+    return found
 
 
 def main():
