@@ -86,6 +86,11 @@ def without_launcher(num_ranks: int, arguments: Sequence[str], *, timeout_s: flo
     return _run_all([[sys.executable, *arguments]] * num_ranks, envs, timeout_s, None)
 
 
+def processes(commands: Sequence[Sequence[str]], envs: Sequence[dict[str, str]], timeout_s: float) -> list[Finished]:
+    """Any processes at once, each with variables of its own."""
+    return _run_all(commands, envs, timeout_s, None)
+
+
 def _run_all(commands: Sequence[Sequence[str]], envs: Sequence[dict[str, str]], timeout_s: float,
              cwd: str | Path | None) -> list[Finished]:
     base = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
