@@ -57,13 +57,13 @@ def export_checkpoint(source: str, output: str | None = None, model_path: str | 
         raise ConfigError(f"{folder} is there already: give another one with --output, or remove it")
     saved = state["config"]["model"]
     model = ModelConfig(**(saved | ({"path": model_path} if model_path else {})))
-    hf_config = load_hf_config(model)
+    hf_config, tokenizer = load_hf_config(model), load_tokenizer(model)
     hf_config.dtype = DTYPES[model.dtype]
     writer = ShardWriter(folder + WRITING, _shard_bytes(state["config"]["checkpoint"]["max_shard_gib"]))
     with Shards(os.path.join(path, run_folder.POLICY)) as shards:
         for name in shards.shapes:
             writer.add(name, shards.whole(MASTER, name).to(hf_config.dtype))
-    _finish(folder, writer, hf_config, load_tokenizer(model), model)
+    _finish(folder, writer, hf_config, tokenizer, model)
     return folder
 
 

@@ -58,14 +58,14 @@ class Finished:
 def run(arguments: Sequence[str], *, timeout_s: float = TIMEOUT_S, env: dict[str, str] | None = None,
         cwd: str | Path | None = None) -> Finished:
     """Plain ``python ARGUMENTS``, one process."""
-    return _run_all([[sys.executable, *arguments]], [env or {}], timeout_s, cwd)[0]
+    return _run_all([[sys.executable, *arguments]], [_gpus(1) | (env or {})], timeout_s, cwd)[0]
 
 
 def torchrun(num_ranks: int, arguments: Sequence[str], *, timeout_s: float = TIMEOUT_S,
              env: dict[str, str] | None = None, cwd: str | Path | None = None) -> Finished:
     """``torchrun --nproc_per_node NUM_RANKS ARGUMENTS`` on this machine."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
-    return _run_all([[*launcher, *arguments]], [env or {}], timeout_s, cwd)[0]
+    return _run_all([[*launcher, *arguments]], [_gpus(num_ranks) | (env or {})], timeout_s, cwd)[0]
 
 
 def script(command: Sequence[str], *, timeout_s: float = TIMEOUT_S, env: dict[str, str] | None = None) -> Finished:
@@ -80,10 +80,18 @@ def without_launcher(num_ranks: int, arguments: Sequence[str], *, timeout_s: flo
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    envs = [(env or {}) | dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks),
+    envs = [_gpus(num_ranks) | (env or {}) | dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks),
                                LOCAL_WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             for rank in range(num_ranks)]
     return _run_all([[sys.executable, *arguments]] * num_ranks, envs, timeout_s, None)
+
+
+def _gpus(num_ranks: int) -> dict[str, str]:
+    """The host's first GPUs, one a rank: the program refuses to leave some unused."""
+    if not os.path.exists("/dev/nvidia0"):
+        return {}
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_ranks)))
+    return {"CUDA_VISIBLE_DEVICES": ",".join(shown.split(",")[:num_ranks])}
 
 
 def processes(commands: Sequence[Sequence[str]], envs: Sequence[dict[str, str]], timeout_s: float) -> list[Finished]:

@@ -5,13 +5,17 @@ import json
 import pytest
 import torch
 from launching import ROOT, Once, torchrun
+from transformers import AutoModelForCausalLM
+from worker_checkpoint import digest
 
 from spmd_rl import run_folder
+from spmd_rl.export import export_checkpoint
+from spmd_rl.model import weight_files
 from spmd_rl.shards import Shards
 
 WORKER = str(ROOT / "tests" / "dist" / "worker_checkpoint.py")
-CELLS = [dict(name=f"{dtype}-{stage}", stage=stage, dtype=dtype) for dtype in ("float32", "bfloat16")
-         for stage in (0, 1, 2, 3)]
+CELLS = [dict(name=f"{dtype}-{stage}", stage=stage, dtype=dtype, skips=dtype == "bfloat16")
+         for dtype in ("float32", "bfloat16") for stage in (0, 1, 2, 3)]
 # A reference that moves: whole on each rank beside stages 0 to 2, sharded beside 3.
 CELLS += [dict(name=f"reference-{stage}", stage=stage, dtype="float32", reference=True) for stage in (2, 3)]
 BY_NAME = {cell["name"]: cell for cell in CELLS}
@@ -106,12 +110,37 @@ def test_case_77_masters_are_finer_than_the_weights(cells):
 
 
 def test_checkpoints_are_whole_and_the_newest_stay(cells):
-    """Of the saves after 1, 2 and 3 the newest two are there, whole, and nothing half-written."""
+    """Of all saves the newest are there, as many as are kept, whole, and nothing half-written."""
     for ranks, folder in cells:
-        assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-2", "step-3"]
-        assert [run_folder.fault(path) for path in run_folder.checkpoints(str(folder))] == [None, None]
+        kept = ["step-2", "step-3"] + ["step-6"] * ("counts" in ranks[0])
+        assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == kept
+        assert {run_folder.fault(path) for path in run_folder.checkpoints(str(folder))} == {None}
         state = run_folder.read_state(str(folder / "checkpoints" / "step-3"))
         assert (state["step"], state["world_size"]) == (3, len(ranks))
+
+
+def test_steps_that_were_skipped_count_on(cells):
+    """Gradients that are not finite in a row end a run; a resume between two of them is no way around that. The
+    schedule stands where it stood, and updates are counted."""
+    counted = [found["counts"] for ranks, _ in cells for found in ranks if "counts" in found]
+    assert counted
+    for saved, loaded in counted:
+        assert saved == loaded
+        assert (saved["num_updates"], saved["nonfinite_in_a_row"], saved["schedule_steps"]) == (6, 1, 5)
+
+
+def test_case_61_a_checkpoint_exports_what_the_policy_had(cells, tmp_path):
+    """Whatever ranks and stage wrote it: plain Transformers finds each key once, in the type of the run, with the bytes
+    of the weights after step 3; the tied head is not among them."""
+    for ranks, folder in cells:
+        if folder.name.startswith("reference"):
+            continue  # its checksum is that of two models
+        out = export_checkpoint(str(folder / "checkpoints" / "step-3"), str(tmp_path / folder.name))
+        lm, info = AutoModelForCausalLM.from_pretrained(out, dtype="auto", output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+        assert str(lm.dtype) == f"torch.{folder.name.partition('-')[0]}"
+        assert "lm_head.weight" not in weight_files(out)
+        assert digest([p.detach() for p in lm.parameters()]) == ranks[0]["resumed"][0]["weights"]
 
 
 def assembled(path):

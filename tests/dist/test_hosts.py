@@ -151,7 +151,8 @@ def test_a_lost_host_ends_the_other(hosts):
     thread = threading.Thread(target=lose)
     thread.start()
     try:
-        finished = hosts.run([str(DIST / "worker_watchdog.py"), "lost", "reward", "1800"], LAYOUTS["rank 0 at the master"], 110)
+        finished = hosts.run([str(DIST / "worker_watchdog.py"), "lost", "reward", "1800"],
+                             LAYOUTS["rank 0 at the master"], 110)
     finally:
         thread.join()
         hosts.find_again(1)

@@ -14,8 +14,8 @@ PHASES = {"rollout": "gather", "reward": "gather", "save": "save"}
 
 @pytest.mark.parametrize("phase", ["save", *(pytest.param(p, marks=pytest.mark.long) for p in ("rollout", "reward"))])
 def test_case_74_a_late_rank_is_named_with_its_phase(phase):
-    """A limit of 5 s against 8 s of generation, reward or save on rank 1: all ranks end, and the message has rank, phase
-    and limit."""
+    """A limit of 5 s against 8 s of generation, reward or save on rank 1: all ranks end, and the message has rank,
+    phase and limit."""
     finished = without_launcher(2, [WORKER, "slow", phase, "5"], timeout_s=60)
     output = "\n".join(process.output for process in finished)
     assert all(process.returncode == 1 for process in finished), output

@@ -18,6 +18,7 @@ import torch
 from worker_learn import RAGGED, completions_of
 
 from spmd_rl import checkpoint, run_folder
+from spmd_rl.batch import pack, plan_step
 from spmd_rl.checkpoint import Progress, Saver
 from spmd_rl.config import (BatchConfig, CheckpointConfig, Config, LossConfig, MeshConfig, ModelConfig, PolicyConfig,
                             RunConfig)
@@ -138,6 +139,14 @@ def going_on(made, source):
     return found
 
 
+def skip_a_step(policy, mesh):
+    """A gradient that is not finite: an optimizer step that is none."""
+    plan = plan_step(completions_of(RAGGED), mesh.world_size, 32)
+    rows = [pack(row, mesh.device, policy.row_block) for row in mesh.mine(plan)]
+    policy.forward_backward(rows, lambda mb, logprobs_N, entropy_N: logprobs_N.sum() * float("inf"))
+    assert not policy.step().is_applied, "the step was applied"
+
+
 def straight_and_resumed(made, cell):
     """Five steps at once; a resume after the second, and one of that after the third."""
     found = {}
@@ -167,6 +176,14 @@ def straight_and_resumed(made, cell):
 
     engines, found["loaded again"] = made.resumed(3)
     found["resumed again"] = [made.learn(*engines), made.learn(*engines)]
+    if cell.get("skips"):
+        skip_a_step(engines[0], made.mesh)
+        made.config.checkpoint.keep = 3
+        made.save(engines, 6)
+        counts = [engines[0].progress()]
+        close(engines)
+        engines, _ = made.resumed(6)
+        found["counts"] = [*counts, engines[0].progress()]
     close(engines)
     return found
 

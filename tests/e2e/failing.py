@@ -1,8 +1,9 @@
 """The program with a fault on one rank: ``failing.py PHASE RANK`` and then the options of spmd_rl.train.
 
 The fault comes in the first step, in generation, in backward (after the first row, so that the peers stay inside a
-collective), in the weight sync (in the middle of a gather) or in the second save (after its first file). It prints the time, so that a test can measure how long
-the job outlives it. A fault in the reward needs none of this: `reward` below is given as the user's own.
+collective), in the weight sync (in the middle of a gather) or in the second save (after its first files). It prints the
+time, so that a test can measure how long the job outlives it. A fault in the reward needs none of this: `reward` below
+is given as the user's own.
 """
 
 import os

@@ -152,7 +152,8 @@ def test_case_66_one_rank_goes_on_where_two_were_at_another_stage(runs):
 def test_a_checkpoint_exports_what_the_run_exports(runs, tmp_path):
     """`spmd-rl export RUN` has the tensors, the config and the tokenizer's files of the run's own export, byte by byte;
     a folder that is there already is not touched."""
-    command = ["-m", "spmd_rl.cli", "export", str(runs.folders["stopped"]), "--output", str(tmp_path / "out")]
+    command = ["-c", "from spmd_rl.cli import main; main()", "export", str(runs.folders["stopped"]), "--output",
+               str(tmp_path / "out")]
     finished = run(command, timeout_s=120).succeeded()
     own = runs.folders["stopped"] / "export"
     assert finished.output.strip().endswith(str(tmp_path / "out"))
