@@ -25,7 +25,7 @@ from spmd_rl import slurm
 from spmd_rl.config import ConfigError, MeshConfig
 
 T = TypeVar("T")
-ABORT_KEY = "spmd_rl/abort"
+ABORT_KEY, JOB_KEY = "spmd_rl/abort", "spmd_rl/job"
 OTHER_RANKS_WAIT_S = 3.0
 ABORT_POLL_S = 0.5
 BEAT_S = 2.0
@@ -139,8 +139,14 @@ class Mesh:
             if ranks.hosts_store is None:
                 dist.init_process_group(backend, timeout=timeout)
             else:
-                store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), ranks.world_size,
+                store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None,
                                       ranks.hosts_store, timeout)
+                job = slurm.step_name(os.environ)
+                if ranks.hosts_store:
+                    store.set(JOB_KEY, job)
+                elif (found := store.get(JOB_KEY).decode()) != job:  # whose number is the same modulo the ports
+                    raise ConfigError(f"MASTER_ADDR and MASTER_PORT are {where}: the ranks of job step {found} meet "
+                                      f"there, and this is {job}; set another MASTER_PORT")
                 dist.init_process_group(backend, timeout=timeout, store=store, rank=ranks.rank,
                                         world_size=ranks.world_size)
         except dist.DistNetworkError as error:

@@ -33,6 +33,11 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
+def step_name(environment: Mapping[str, str]) -> str:
+    """The job step, as SLURM writes it."""
+    return f"{environment['SLURM_JOB_ID']}.{environment['SLURM_STEP_ID']}"
+
+
 def hosts_store(environment: Mapping[str, str]) -> bool | None:
     """Whether the ranks meet at this task: the first of the node that MASTER_ADDR is, which need not be rank 0's (srun
     --distribution=arbitrary). None where MASTER_ADDR is the user's own, and so rank 0's by torch's convention."""

@@ -3,6 +3,7 @@
 A launch that does not end in time is a failure that shows its output, never a test that hangs.
 """
 
+import glob
 import importlib.metadata
 import importlib.util
 import json
@@ -80,18 +81,18 @@ def without_launcher(num_ranks: int, arguments: Sequence[str], *, timeout_s: flo
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    envs = [_gpus(num_ranks) | (env or {}) | dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks),
-                               LOCAL_WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    same = dict(WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port))
+    envs = [_gpus(num_ranks) | (env or {}) | same | dict(RANK=str(rank), LOCAL_RANK=str(rank))
             for rank in range(num_ranks)]
     return _run_all([[sys.executable, *arguments]] * num_ranks, envs, timeout_s, None)
 
 
 def _gpus(num_ranks: int) -> dict[str, str]:
     """The host's first GPUs, one a rank: the program refuses to leave some unused."""
-    if not os.path.exists("/dev/nvidia0"):
-        return {}
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_ranks)))
-    return {"CUDA_VISIBLE_DEVICES": ",".join(shown.split(",")[:num_ranks])}
+    there = glob.glob("/dev/nvidia[0-9]*")
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(there))))
+    return {"CUDA_VISIBLE_DEVICES": ",".join(shown.split(",")[:num_ranks])} if there else {}
 
 
 def processes(commands: Sequence[Sequence[str]], envs: Sequence[dict[str, str]], timeout_s: float) -> list[Finished]:

@@ -9,13 +9,16 @@ import os
 import shutil
 
 import pytest
+import torch
 from launching import ROOT, make_rows, needs_cpu_engine, run, script, torchrun, write_config, write_jsonl
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from spmd_rl import run_folder
 
 pytestmark = needs_cpu_engine
 REWARD = str(ROOT / "tests" / "e2e" / "interrupting.py") + ":reward"
+LOADS = str(ROOT / "tests" / "e2e" / "worker_loads.py")
 NUM_STEPS = 7
 LEFT_OUT = ("timing/", "perf/", "memory/")
 STAGES = [2, pytest.param(3, marks=pytest.mark.long), pytest.param(0, marks=pytest.mark.long)]
@@ -162,6 +165,16 @@ def test_a_checkpoint_exports_what_the_run_exports(runs, tmp_path):
         assert (tmp_path / "out" / name).read_bytes() == (own / name).read_bytes(), name
     again = run(command, timeout_s=120)
     assert again.returncode == 2 and "is there already" in again.output
+
+
+def test_case_61_vllm_and_transformers_load_an_export_alike(runs):
+    """Plain vLLM and plain Transformers have the same log-probs of fixed tokens, to 1e-5."""
+    path = str(runs.folders["stopped"] / "export")
+    ids = list(range(40, 60))
+    sampled = json.loads(run([LOADS, path, json.dumps(ids)], timeout_s=120).succeeded().output.splitlines()[-1])
+    logits_SV = AutoModelForCausalLM.from_pretrained(path)(torch.tensor([ids])).logits[0].log_softmax(-1)
+    wanted = [float(logits_SV[position, token]) for position, token in enumerate(ids[1:])]
+    assert sampled == pytest.approx(wanted, abs=1e-5) and max(wanted) < 0
 
 
 @pytest.mark.long
