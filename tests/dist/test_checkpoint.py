@@ -129,6 +129,15 @@ def test_steps_that_were_skipped_count_on(cells):
         assert (saved["num_updates"], saved["nonfinite_in_a_row"], saved["schedule_steps"]) == (6, 1, 5)
 
 
+def test_another_learning_rate_is_taken_over(cells):
+    """A run that goes on with another one has its own schedule, at the step where that one stood."""
+    for ranks, _ in cells:
+        for found in ranks:
+            if "counts" in found:
+                wanted = 2 * found["straight"][3]["learning_rate"]
+                assert found["learning rate of step 4, doubled"] == pytest.approx(wanted, rel=1e-12) and wanted > 0
+
+
 def test_case_61_a_checkpoint_exports_what_the_policy_had(cells, tmp_path):
     """Whatever ranks and stage wrote it: plain Transformers finds each key once, in the type of the run, with the bytes
     of the weights after step 3; the tied head is not among them."""

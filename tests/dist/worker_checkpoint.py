@@ -184,6 +184,10 @@ def straight_and_resumed(made, cell):
         close(engines)
         engines, _ = made.resumed(6)
         found["counts"] = [*counts, engines[0].progress()]
+        close(engines)
+        made.config.policy.learning_rate *= 2
+        engines, _ = made.resumed(3)
+        found["learning rate of step 4, doubled"] = engines[0].engine.get_lr()[0]
     close(engines)
     return found
 
