@@ -119,12 +119,13 @@ def test_engine_refuses_to_sample_without_whole_weights(results):
 
 
 def test_saved_tensors_are_the_same_in_each_phase(results):
-    """Whoever is on the device, the files have the same bytes; between rollouts a save leaves the engine ready."""
+    """With the states away, just back, or beside the engine, the files have the same bytes; between rollouts a save
+    leaves the engine ready."""
     for found in results["save_phases"]:
         first, *others = found["files"]
         assert sorted(first) == ["policy/rank-0-0.safetensors", "policy/rank-1-0.safetensors"]
         assert all(other == first for other in others) and len(others) == 3
-        assert found["state"] == "READY"
+        assert found["state"] == "READY" and found["away"][0] and not found["away"][1]
 
 
 # First step. --------------------------------------------------------------------------------------------------------

@@ -27,11 +27,12 @@ from spmd_rl.memory import Memory
 from spmd_rl.mesh import Mesh, leave
 from spmd_rl.metrics import Metrics
 from spmd_rl.model import load_hf_config
-from spmd_rl.offload import HostMemory
+from spmd_rl.offload import HostMemory, Tenant
 from spmd_rl.policy import Policy, Reference
 from spmd_rl.prompts import PromptSampler
 from spmd_rl.rollout import Rollout, Sampling
 from spmd_rl.step import Parts
+from spmd_rl.train import SAVED
 from spmd_rl.weight_sync import WeightSync
 
 FIXED_SEED = 5
@@ -324,8 +325,8 @@ def cell_uneven_engines(bench):
 
 
 def cell_save_phases(bench):
-    """Checksums of the policy's files saved in rollout, with the engine asleep, with its weights awake alone, and in
-    the phase that the program saves in."""
+    """Checksums of the policy's files saved in rollout, with the states away, in train, where they have just come back,
+    with the engine's weights awake alone, and in rollout beside the work that follows."""
     parts = bench.parts(2)
     step_module.sync(parts)
     step_module.train_step(parts, 0)
@@ -335,18 +336,23 @@ def cell_save_phases(bench):
         folder.mkdir(exist_ok=True)
         (folder / "metrics.jsonl").write_text("")
     bench.mesh.barrier()
-    for number, phase in enumerate(("rollout", "train", "sync", "save"), 1):
-        if phase == "save":
+    away = []
+    for number, phase in enumerate(("rollout", "train", "sync", "rollout"), 1):
+        if number == 4:
+            parts.config.checkpoint.background = True
             step_module.sync(parts)
         parts.memory.enter(phase)
-        saver.save(Progress(number))
-    parts.memory.enter("rollout")
+        away.append(sum(storage.nbytes() for storage in parts.policy.storages()[Tenant.MASTERS]) == 0)
+        with parts.memory.holding(SAVED):
+            saver.save(Progress(number))
+        step_module.sync_again(parts)
+    saver.finish()
     state = bench.rollout.state.name
     bench.drop(parts)
     manifests = [json.loads(Path(run_folder.checkpoint_path(parts.config.run.output_dir, number), "manifest.json")
                             .read_text())["files"] for number in range(1, 5)]
-    return {"state": state, "files": [{name: entry["sha256"] for name, entry in files.items()
-                                       if name.startswith("policy/")} for files in manifests]}
+    return {"state": state, "away": away, "files": [{name: entry["sha256"] for name, entry in files.items()
+                                                     if name.startswith("policy/")} for files in manifests]}
 
 
 def main():
