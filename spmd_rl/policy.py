@@ -18,7 +18,7 @@ from transformers import get_scheduler
 
 from spmd_rl import model
 from spmd_rl.batch import MicroBatch
-from spmd_rl.config import Config
+from spmd_rl.config import Config, ConfigError
 from spmd_rl.mesh import Mesh
 from spmd_rl.offload import Storages, Tenant, reachable_storages
 from spmd_rl.shards import Piece, Shards, cut
@@ -116,6 +116,16 @@ class Engine:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Hugging Face name -> shape of the whole parameter."""
         return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self.named_parameters()}
+
+    def _check_shapes(self, shards: Shards) -> None:
+        """Raises ConfigError for shards of another model."""
+        mine = self.shapes()
+        other = sorted(name for name in mine.keys() | shards.shapes.keys() if mine.get(name) != shards.shapes.get(name))
+        if other:
+            first = other[0]
+            raise ConfigError(f"model.path is {self._config.model.path!r}: the checkpoint is of another model; "
+                              f"{len(other)} parameters differ, {first} among them ({shards.shapes.get(first)} there, "
+                              f"{mine.get(first)} here)")
 
     def full_weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor) in order, streamed; at stage 3 gathered by bucket. Collective there.
@@ -257,6 +267,7 @@ class Policy(Engine):
         The learning rate is the schedule's of this run at the step where that one was.
         """
         with Shards(folder) as shards:
+            self._check_shapes(shards)
             if self.zero_stage == 3:
                 self.engine.optimizer.checkpoint_event_prologue()  # small parameters are whole between forwards
             for part in self._parts():
@@ -364,6 +375,7 @@ class Reference(Engine):
         """Take what `pieces` gave, on any number of ranks and at any stage."""
         self._release_whole_copies()
         with Shards(folder) as shards:
+            self._check_shapes(shards)
             for name, start, flat in self._parts():
                 shards.read_into(flat, WEIGHT, name, start)
 

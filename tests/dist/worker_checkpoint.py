@@ -7,6 +7,7 @@ rank found, and the run folder NAME with its checkpoints. A cell with `source`, 
 from that one's checkpoint of step 2, which other ranks or another stage may have written.
 """
 
+import contextlib
 import hashlib
 import json
 import random
@@ -31,16 +32,29 @@ from spmd_rl.step import Parts, learn, refresh_reference, set_advantages
 NUM_STEPS = 5
 
 
+class Still:
+    """In place of Memory: nothing moves."""
+
+    def enter(self, phase):
+        pass
+
+    def wait_for_step(self):
+        pass
+
+    def holding(self, tenants):
+        return contextlib.nullcontext()
+
+
 def optimizer_tensors(policy):
-    """Masters and moments of this rank, in order."""
+    """Masters, moments and counts of steps of this rank, in order."""
     outer = policy.engine.optimizer
     base = getattr(outer, "optimizer", outer)
     # At stage 3 the base optimizer has its parameters only while it steps.
     masters = getattr(outer, "fp32_partitioned_groups_flat", None) or [
         p for group in base.param_groups for p in group["params"]]
-    moments = [state[name] for state in base.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    assert masters and len(moments) == 2 * len(masters), f"{len(masters)} masters, {len(moments)} moments"
-    return [t.detach() for t in masters + moments]
+    states = [base.state[master][name] for master in masters for name in ("exp_avg", "exp_avg_sq", "step")]
+    assert masters and len(base.state) == len(masters), f"{len(masters)} masters, {len(base.state)} states"
+    return [t.detach() for t in masters + states]
 
 
 def digest(tensors):
@@ -66,7 +80,9 @@ class Cell:
             batch=BatchConfig(max_tokens_per_microbatch=32),
             loss=LossConfig(beta=0.1, ref_model_sync_steps=1) if cell.get("reference") else LossConfig(),
             policy=PolicyConfig(zero_stage=cell["stage"], learning_rate=1e-3, lr_scheduler_type="linear",
-                                warmup_steps=2, gradient_checkpointing=False))
+                                # Two parameter groups, whose members lie between one another in the model.
+                                warmup_steps=2, gradient_checkpointing=False, weight_decay=0.01),
+            deepspeed={"zero_optimization": cell["raw"]} if "raw" in cell else {})
 
     def engines(self):
         """A fresh policy, and its reference where the cell has one."""
@@ -77,7 +93,7 @@ class Cell:
     def learn(self, policy, reference):
         metrics = Metrics(self.mesh, [])
         parts = Parts(config=self.config, mesh=self.mesh, metrics=metrics, tokenizer=None, sampler=None, rewards=None,
-                      rollout=None, policy=policy, reference=reference, weight_sync=None, memory=None)
+                      rollout=None, policy=policy, reference=reference, weight_sync=None, memory=Still())
         completions = completions_of(RAGGED)
         set_advantages(parts, completions)
         learn(parts, completions)
