@@ -30,6 +30,7 @@ LAUNCHES = [(2, CORE), *(pytest.param((ranks, NAMES), marks=pytest.mark.long) fo
 # Ranks that go on with what two ranks wrote -> (cell, stage there).
 CORE_MOVES = {1: [("bfloat16-3", 0), ("float32-2", 2)], 2: [("float32-2", 3), ("bfloat16-0", 1), ("reference-3", 2)],
               4: [("bfloat16-1", 3)]}
+# Those of fp32 first.
 ALL_MOVES = [(name, stage) for name in NAMES if "raw" not in BY_NAME[name]
              for stage in ((2, 3) if "reference" in name else (0, 1, 2, 3))]
 
@@ -46,7 +47,7 @@ class Launches:
 
     def _moved(self, num_ranks, *moves):
         """The moves' cells as (what was found, run folder, what the source found, its run folder)."""
-        core = all(name in CORE for name, _ in moves)
+        core = len(moves) < 4
         sources = self.straight(2, *(CORE if core else NAMES))
         cells = [BY_NAME[name] | {"name": f"{name}-to-{stage}", "stage": stage, "source": str(sources[name][1])}
                  for name, stage in moves]
@@ -81,7 +82,8 @@ def cells(request, launches):
 def moved(request, launches):
     """Cells of two ranks that other ranks, or another stage, went on with."""
     num_ranks = abs(request.param)
-    return launches.moved(num_ranks, *(CORE_MOVES[num_ranks] if request.param > 0 else ALL_MOVES)).values()
+    moves = CORE_MOVES[num_ranks] if request.param > 0 else ALL_MOVES if num_ranks < 4 else ALL_MOVES[16:]
+    return launches.moved(num_ranks, *moves).values()
 
 
 def test_what_is_loaded_is_what_was_saved(cells):
