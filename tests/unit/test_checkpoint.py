@@ -11,7 +11,7 @@ import torch
 
 from spmd_rl import checkpoint, run_folder, shards
 from spmd_rl.checkpoint import Progress, Saver
-from spmd_rl.config import Config
+from spmd_rl.config import Config, ConfigError
 from spmd_rl.shards import Shards, cut
 from spmd_rl.signals import StopRequest
 
@@ -235,3 +235,30 @@ def test_a_rank_that_the_run_had_not_keeps_its_generators(made, mesh):
     state = torch.get_rng_state()
     checkpoint.load_generators(path, mesh)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("background", [False], ids=["in the step"])
+@pytest.mark.parametrize("spoil", ["truncate", "empty", "remove"])
+def test_case_58_the_newest_whole_one_is_chosen_and_the_skipped_are_named(made, mesh, capsys, spoil):
+    """By number, skipping broken ones aloud; where none is whole the run does not begin anew by itself."""
+    saver, _, _, folder = made
+    for step in (9, 10):
+        save(saver, step)
+    paths = [str(folder / "checkpoints" / f"step-{step}") for step in (10, 9)]
+    assert checkpoint.choose(saver._config, mesh) == paths[0]
+    for number, path in enumerate(paths):
+        file = f"{path}/policy/rank-0-0.safetensors"
+        if spoil == "remove":
+            os.remove(file)
+        else:
+            os.truncate(file, 0 if spoil == "empty" else os.path.getsize(file) // 2)
+        if number == 0:
+            assert checkpoint.choose(saver._config, mesh) == paths[1]
+            assert f"checkpoint skipped, it is not whole: {paths[0]}: policy/rank-0-0" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="no checkpoint is whole.*step-10.*step-9.*--checkpoint.resume never"):
+        checkpoint.choose(saver._config, mesh)
+    saver._config.checkpoint.resume = paths[0]
+    with pytest.raises(ConfigError, match="no checkpoint is whole"):
+        checkpoint.choose(saver._config, mesh)
+    saver._config.checkpoint.resume = "never"
+    assert checkpoint.choose(saver._config, mesh) is None
