@@ -48,6 +48,8 @@ OMP_NUM_THREADS=$(nproc) make_model
 ranks=2 device=(--mesh.device cpu)
 if nvidia-smi >/dev/null 2>&1; then
     ranks=1 device=(--mesh.device cuda --model.dtype bfloat16 --rollout.gpu_memory_utilization 0.3)
+    CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0}
+    export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES%%,*}
 fi
 torchrun --standalone --nproc_per_node $ranks -m spmd_rl.train --config launch/configs/quickstart.yaml \
     --model.path $model --data.train "$train" --data.eval "$heldout" --run.seed "$seed" --run.output_dir $run \

@@ -13,6 +13,11 @@ if ((gpus > 0 && ranks > gpus)); then
     echo "torchrun.sh: RANKS is $ranks, but this node shows $gpus GPUs" >&2
     exit 2
 fi
+if ((gpus > 0 && ranks < gpus)); then  # the others' GPUs stay out of sight
+    shown=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus - 1)))}
+    CUDA_VISIBLE_DEVICES=$(cut -d, -f1-"$ranks" <<<"$shown")
+    export CUDA_VISIBLE_DEVICES
+fi
 if ((${SLURM_STEP_NUM_TASKS:-1} > 1)); then
     echo "torchrun.sh: srun started $SLURM_STEP_NUM_TASKS tasks of it, $SLURM_STEP_NUM_TASKS x $ranks ranks:" \
         "use srun_torchrun.sh or srun_direct.sh" >&2

@@ -1,31 +1,35 @@
 """Resumable checkpoints: everything that a run needs to go on as if it had not stopped.
 
     checkpoints/step-N/
-        policy/         DeepSpeed's: weights, fp32 masters, moments, schedule, a shard a rank
-        reference/      weights of a reference that moves, a shard a rank
+        policy/         fp32 masters and the optimizer's states, in pieces: each rank those that it holds
+        reference/      weights of a reference that moves, likewise
         rank-R.pt       generators of rank R
         metrics.jsonl   the metrics up to this step
-        state.json      steps done, version of the weights, ranks, config
+        state.json      steps done, version of the weights, the engine's counts, ranks, config
         manifest.json   size and sha256 of each file
 
-Prompts and request seeds follow from the step alone. The folder has another name until all of it is on disk.
+Weights are what masters round to; prompts and request seeds follow from the step alone. The folder has another name
+until all of it is on disk.
 """
 
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+import threading
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
-from spmd_rl import run_folder
+from spmd_rl import run_folder, shards
 from spmd_rl.config import Config, ConfigError, as_dict
-from spmd_rl.files import WRITING, files_below, replace_folder, sync_tree
+from spmd_rl.files import WRITING, files_below, replace_folder, sync_to_disk
 from spmd_rl.mesh import Mesh, generator_states, restore_generators, say_once
 from spmd_rl.policy import Policy, Reference
+from spmd_rl.run_folder import POLICY, REFERENCE
+from spmd_rl.shards import HostBuffers, Piece
 
-POLICY, REFERENCE = "policy", "reference"
+Entries = dict[str, dict[str, Any]]
 
 
 @dataclass
@@ -67,57 +71,145 @@ def choose(config: Config, mesh: Mesh) -> str | None:
     return None
 
 
-def save(progress: Progress, policy: Policy, reference: Reference | None, config: Config, mesh: Mesh) -> None:
-    """Write checkpoints/step-N, then remove those beyond checkpoint.keep. Collective.
+@dataclass
+class Snapshot:
+    """What one rank writes of a checkpoint."""
 
-    reference: written where loss.ref_model_sync_steps moves it; otherwise it is the model of the start. An error on
-    any rank leaves the earlier checkpoints as they are; the caller ends the run on all ranks.
-    """
-    folder = run_folder.checkpoint_path(config.run.output_dir, progress.step)
-    writing = folder + WRITING
-    for path in mesh.on_main(lambda: [writing]):
-        shutil.rmtree(path, ignore_errors=True)  # left by a run that was killed while it wrote
-        os.makedirs(path)
-        _write_state(path, progress, config, mesh)
-    mesh.barrier()  # the folder is there before the others write into it
-    policy.save(os.path.join(writing, POLICY))
-    if reference and config.loss.ref_model_sync_steps:
-        reference.save(os.path.join(writing, REFERENCE))
-    torch.save(generator_states(), os.path.join(writing, _generators(mesh)))
-    mesh.barrier()  # all files are there before they are listed
-    if mesh.is_first_on_host():
-        sync_tree(writing)  # what a host wrote, only that host can bring to disk
-    mesh.barrier()  # on disk, before they get a name that says so
-    names = sorted(set(mesh.gather_lists(files_below(writing))))  # a file that one host does not see yet is an error
-    entries = mesh.all_gather(run_folder.manifest_entries(writing, mesh.share(names)))
-    for path in mesh.on_main(lambda: [folder]):
-        run_folder.write_manifest(writing, {name: entry for part in entries for name, entry in part.items()})
-        replace_folder(path)
-        run_folder.remove_old(config.run.output_dir, config.checkpoint.keep)
-    mesh.barrier()  # a rank that goes on may be killed: the checkpoint has its name by then
+    folder: str
+    files: list[str]
+    """Names of those that are there already."""
+    pieces: dict[str, list[Piece]]
+    """Sub-folder -> pieces."""
+    shapes: dict[str, tuple[int, ...]]
+    rank_name: str
+    """Name of this rank's files."""
+    generators: dict[str, Any]
+
+    def write(self) -> Entries:
+        """Write and sync this rank's files; returns their entries of the manifest."""
+        names = list(self.files)
+        for part, pieces in self.pieces.items():
+            written = shards.write(os.path.join(self.folder, part), self.rank_name, pieces, self.shapes)
+            names += [f"{part}/{name}" for name in written]
+        names.append(f"{self.rank_name}.pt")
+        torch.save(self.generators, os.path.join(self.folder, names[-1]))
+        for name in names:
+            sync_to_disk(os.path.join(self.folder, name))  # what a host wrote, only that host can bring to disk
+        return run_folder.manifest_entries(self.folder, names)
 
 
-def _write_state(folder: str, progress: Progress, config: Config, mesh: Mesh) -> None:
-    state = asdict(progress) | {"world_size": mesh.world_size, "config": as_dict(config)}
-    with open(os.path.join(folder, run_folder.STATE), "w", encoding="utf-8") as file:
-        json.dump(state, file, indent=1)
-    shutil.copyfile(os.path.join(config.run.output_dir, run_folder.METRICS),
-                    os.path.join(folder, run_folder.METRICS))
+@dataclass
+class Pending:
+    """A checkpoint that is being written."""
+
+    folder: str
+    thread: threading.Thread
+    entries: Entries = field(default_factory=dict)
+    """This rank's, once the thread has ended."""
+
+
+class Saver:
+    """Writes a run's checkpoints: in the step, or with checkpoint.background beside the steps that follow."""
+
+    def __init__(self, config: Config, mesh: Mesh, policy: Policy, reference: Reference | None) -> None:
+        """reference: written where loss.ref_model_sync_steps moves it; otherwise it is the model of the start."""
+        self._config, self._mesh, self._policy = config, mesh, policy
+        self._reference = reference if config.loss.ref_model_sync_steps else None
+        self._buffers = {part: HostBuffers(pinned=mesh.device.type == "cuda") for part in (POLICY, REFERENCE)}
+        self._pending: Pending | None = None
+
+    def save(self, progress: Progress) -> None:
+        """Write checkpoints/step-N, then remove those beyond checkpoint.keep. Collective.
+
+        In the background it returns once the tensors are copied to host memory; the checkpoint gets its name in
+        `advance` or `finish`. An error on any rank leaves the earlier checkpoints as they are, and ends the run on all
+        ranks.
+        """
+        self.finish()  # two at a time would share the host buffers
+        folder = run_folder.checkpoint_path(self._config.run.output_dir, progress.step)
+        files: list[str] = []
+        for path in self._mesh.on_main(lambda: [folder + WRITING]):
+            shutil.rmtree(path, ignore_errors=True)  # left by a run that was killed while it wrote
+            for part in self._parts():
+                os.makedirs(os.path.join(path, part))
+            files = self._write_state(path, progress)
+        self._mesh.barrier()  # the folder is there before the others write into it
+        snapshot = Snapshot(folder + WRITING, files, {part: list(engine.pieces()) for part, engine in
+                                                      self._parts().items()},
+                            self._policy.shapes(), self._rank_name(), generator_states())
+        if not self._config.checkpoint.background:
+            self._complete(folder, snapshot.write())
+            return
+        snapshot.pieces = {part: self._buffers[part].copy(pieces) for part, pieces in snapshot.pieces.items()}
+        self._pending = Pending(folder, threading.Thread(target=self._write, args=(snapshot,), name="checkpoint"))
+        self._pending.thread.start()
+
+    def _write(self, snapshot: Snapshot) -> None:
+        """Runs beside the steps: no collectives here, whose order the ranks could not agree on."""
+        assert self._pending
+        try:
+            self._pending.entries = snapshot.write()
+        except BaseException as error:
+            self._mesh.fail(error, "save")  # at once: the next step's end may be minutes away
+
+    def advance(self) -> None:
+        """Between two steps: give the checkpoint that all ranks have written its name. Collective."""
+        if self._pending and self._mesh.all_true(not self._pending.thread.is_alive()):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for what is being written. Collective."""
+        if self._pending:
+            self._pending.thread.join()
+            folder, entries = self._pending.folder, self._pending.entries
+            self._pending = None
+            self._complete(folder, entries)
+
+    def _complete(self, folder: str, entries: Entries) -> None:
+        parts = self._mesh.all_gather(entries)  # all have written, too
+        for path in self._mesh.on_main(lambda: [folder]):
+            written = {name: entry for part in parts for name, entry in part.items()}
+            unseen = sorted(written.keys() - set(files_below(path + WRITING)))
+            if unseen:  # another host's, in a folder that is not shared after all
+                raise RuntimeError(f"{path + WRITING} lacks {', '.join(unseen)}, which other ranks have written: is "
+                                   "run.output_dir on a file system that all hosts share?")
+            run_folder.write_manifest(path + WRITING, written)
+            replace_folder(path)
+            run_folder.remove_old(self._config.run.output_dir, self._config.checkpoint.keep)
+        self._mesh.barrier()  # a rank that goes on may be killed: the checkpoint has its name by then
+
+    def _parts(self) -> dict[str, Any]:
+        return {POLICY: self._policy} | ({REFERENCE: self._reference} if self._reference else {})
+
+    def _rank_name(self) -> str:
+        return self._mesh.mine([f"rank-{number}" for number in range(self._mesh.world_size)])
+
+    def _write_state(self, folder: str, progress: Progress) -> list[str]:
+        config = self._config
+        state = asdict(progress) | {"policy": self._policy.progress(), "world_size": self._mesh.world_size,
+                                    "config": as_dict(config)}
+        with open(os.path.join(folder, run_folder.STATE), "w", encoding="utf-8") as file:
+            json.dump(state, file, indent=1)
+        shutil.copyfile(os.path.join(config.run.output_dir, run_folder.METRICS),
+                        os.path.join(folder, run_folder.METRICS))
+        return [run_folder.STATE, run_folder.METRICS]
 
 
 def load(path: str, policy: Policy, reference: Reference | None) -> Progress:
-    """Bring policy and reference to the checkpoint's state; returns where that run stood. Collective."""
-    policy.load(os.path.join(path, POLICY))
+    """Bring policy and reference to the checkpoint's state, whatever the ranks and stage that wrote it; returns where
+    that run stood. Collective."""
+    state: dict[str, Any] = run_folder.read_state(path)
+    policy.load(os.path.join(path, POLICY), state["policy"])
     if reference and os.path.exists(os.path.join(path, REFERENCE)):
         reference.load(os.path.join(path, REFERENCE))
-    state: dict[str, Any] = run_folder.read_state(path)
     return Progress(**{name: state[name] for name in asdict(Progress())})
 
 
 def load_generators(path: str, mesh: Mesh) -> None:
-    """Put this rank's generators where they were; last of all, since building engines draws from them."""
-    restore_generators(torch.load(os.path.join(path, _generators(mesh)), weights_only=True))
+    """Put this rank's generators where they were; last of all, since building engines draws from them.
 
-
-def _generators(mesh: Mesh) -> str:
-    return mesh.mine([f"rank-{number}.pt" for number in range(mesh.world_size)])
+    A rank that the run had not keeps its own of the start.
+    """
+    own = os.path.join(path, mesh.mine([f"rank-{number}.pt" for number in range(mesh.world_size)]))
+    if os.path.exists(own):
+        restore_generators(torch.load(own, weights_only=True))

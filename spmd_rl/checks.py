@@ -216,6 +216,8 @@ def _check_raw(c: Config) -> None:
                 raise ConfigError(f"{section}.{path} is {value!r}: {refused} is not supported; remove it")
             if (section, path) == ("deepspeed", "zero_optimization"):
                 raise ConfigError(f"deepspeed.zero_optimization is {value!r}: give its options below it")
+            if section == "deepspeed" and path.startswith("zero_optimization.offload_") and value == "nvme":
+                raise ConfigError(f"{section}.{path} is {value!r}: checkpoints are made from memory; set cpu or none")
             if path in REFUSED_ZERO:
                 raise ConfigError(f"{section}.{path} is {value!r}: weights with a second shard are not supported; "
                                   "remove it")

@@ -1,10 +1,11 @@
-"""The `spmd-rl` command: ``spmd-rl train ...`` and ``spmd-rl report RUN``."""
+"""The `spmd-rl` command: ``spmd-rl train ...``, ``spmd-rl export RUN`` and ``spmd-rl report RUN``."""
 
 import importlib
 import sys
 
 COMMANDS = {
     "train": ("spmd_rl.train", "train; the same options as python -m spmd_rl.train"),
+    "export": ("spmd_rl.export", "write a Hugging Face folder from a checkpoint"),
     "report": ("spmd_rl.report", "draw a run's figures"),
 }
 

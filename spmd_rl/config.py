@@ -284,6 +284,8 @@ class CheckpointConfig:
     run.max_train_minutes ends the run."""
     keep: int = 2
     """Resumable checkpoints that stay, the newest ones."""
+    background: bool = False
+    """Write beside the steps that follow: a save then blocks only for a copy to host memory, which has to hold it."""
     resume: str = "auto"
     """auto goes on from the folder's newest whole checkpoint, never moves an earlier run's files aside and starts
     anew; else the folder of a checkpoint."""

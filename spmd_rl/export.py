@@ -1,11 +1,15 @@
-"""Export: a Hugging Face folder of the policy's weights.
+"""Export: a Hugging Face folder of the policy's weights, of a run that is alive or of a checkpoint.
+
+    spmd-rl export RUN-OR-CHECKPOINT [--output FOLDER] [--model FOLDER]
 
 Written under another name, synced to disk, then renamed: a folder with the final name is whole.
 """
 
+import argparse
 import json
 import os
 import shutil
+import sys
 from typing import Any
 
 import torch
@@ -13,10 +17,54 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig
 
-from spmd_rl.config import Config
+from spmd_rl import run_folder
+from spmd_rl.config import Config, ConfigError, ModelConfig
 from spmd_rl.files import WRITING, replace_folder
 from spmd_rl.mesh import Mesh
-from spmd_rl.policy import Policy
+from spmd_rl.model import DTYPES, load_hf_config
+from spmd_rl.policy import MASTER, Policy
+from spmd_rl.prompts import load_tokenizer
+from spmd_rl.shards import Shards
+
+
+def main(args: list[str] | None = None) -> None:
+    """Export a checkpoint, or a run's newest whole one; one process, no GPU. Exits with 2 where that cannot be."""
+    parser = argparse.ArgumentParser(prog="spmd-rl export",
+                                     description="Write a Hugging Face folder from a resumable checkpoint.")
+    parser.add_argument("source", metavar="RUN-OR-CHECKPOINT", help="folder of a run (its newest whole checkpoint), or "
+                        "of a checkpoint")
+    parser.add_argument("--output", metavar="FOLDER", help="a new folder; RUN/export-N if absent")
+    parser.add_argument("--model", metavar="FOLDER", help="where the starting model is now, for its config and "
+                        "tokenizer")
+    given = parser.parse_args(args)
+    try:
+        print(export_checkpoint(given.source, given.output, given.model))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def export_checkpoint(source: str, output: str | None = None, model_path: str | None = None) -> str:
+    """Export a checkpoint's weights; returns the folder. One process reads what any ranks and ZeRO stage wrote, a
+    parameter at a time.
+
+    model_path: the starting model's folder where it is no longer at model.path. Raises ConfigError.
+    """
+    path = run_folder.newest_whole(source)
+    state = run_folder.read_state(path)
+    folder = output or os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(path))), f"export-{state['step']}")
+    if os.path.exists(folder):
+        raise ConfigError(f"{folder} is there already: give another one with --output, or remove it")
+    saved = state["config"]["model"]
+    model = ModelConfig(**(saved | ({"path": model_path} if model_path else {})))
+    hf_config, tokenizer = load_hf_config(model), load_tokenizer(model)
+    hf_config.dtype = DTYPES[model.dtype]
+    writer = ShardWriter(folder + WRITING, _shard_bytes(state["config"]["checkpoint"]["max_shard_gib"]))
+    with Shards(os.path.join(path, run_folder.POLICY)) as shards:
+        for name in shards.shapes:
+            writer.add(name, shards.whole(MASTER, name).to(hf_config.dtype))
+    _finish(folder, writer, hf_config, tokenizer, model)
+    return folder
 
 
 def export(folder: str, policy: Policy, tokenizer: Any, config: Config, mesh: Mesh) -> None:
@@ -25,17 +73,26 @@ def export(folder: str, policy: Policy, tokenizer: Any, config: Config, mesh: Me
     Collective: weights are gathered by bucket, and one rank writes. An older folder of the name is
     replaced once the new one is whole.
     """
-    writers = mesh.on_main(lambda: [ShardWriter(folder + WRITING, int(config.checkpoint.max_shard_gib * 2**30))])
+    writers = mesh.on_main(lambda: [ShardWriter(folder + WRITING, _shard_bytes(config.checkpoint.max_shard_gib))])
     for name, tensor in policy.full_weights(config.weight_sync.bucket_mib * 2**20):
         for writer in writers:
             writer.add(name, tensor)
     for writer in writers:
-        writer.finish()
-        policy.hf_config.save_pretrained(folder + WRITING)
-        tokenizer.save_pretrained(folder + WRITING)
-        _write_generation_config(config, policy.hf_config, folder + WRITING)
-        replace_folder(folder)
+        _finish(folder, writer, policy.hf_config, tokenizer, config.model)
     mesh.barrier()  # the folder is there for every rank that returns
+
+
+def _shard_bytes(gib: float) -> int:
+    return int(gib * 2**30)
+
+
+def _finish(folder: str, writer: "ShardWriter", hf_config: Any, tokenizer: Any, model: ModelConfig) -> None:
+    """Put the rest beside the weights, and give the folder its name."""
+    writer.finish()
+    hf_config.save_pretrained(folder + WRITING)
+    tokenizer.save_pretrained(folder + WRITING)
+    _write_generation_config(model, hf_config, folder + WRITING)
+    replace_folder(folder)
 
 
 class ShardWriter:
@@ -81,9 +138,9 @@ class ShardWriter:
         self._shard, self._shard_bytes = {}, 0
 
 
-def _write_generation_config(config: Config, hf_config: Any, folder: str) -> None:
+def _write_generation_config(model: ModelConfig, hf_config: Any, folder: str) -> None:
     """The source folder's as it is (Transformers refuses to write some that it reads), else one from the model's."""
-    source = os.path.join(config.model.path, "generation_config.json")
+    source = os.path.join(model.path, "generation_config.json")
     if os.path.exists(source):
         shutil.copyfile(source, os.path.join(folder, "generation_config.json"))
     else:

@@ -8,7 +8,7 @@ from spmd_rl import checkpoint as checkpoint_module
 from spmd_rl import checks
 from spmd_rl import run_folder
 from spmd_rl.batch import Prompt
-from spmd_rl.checkpoint import Progress
+from spmd_rl.checkpoint import Progress, Saver
 from spmd_rl.config import Config, ConfigError, load_function
 from spmd_rl.memory import Memory, claim_workspaces
 from spmd_rl.mesh import Mesh, say_once
@@ -130,6 +130,7 @@ class Job:
         self.progress = checkpoint_module.load(checkpoint, policy, reference) if checkpoint else Progress()
         self.saved_step = self.progress.step
         self.first_step = self.progress.step + 1
+        self.saver = Saver(config, mesh, policy, reference)
         self.parts = Parts(
             config=config, mesh=mesh, metrics=metrics, tokenizer=inputs.tokenizer,
             sampler=PromptSampler(inputs.train_prompts, config.batch.prompts_per_step, config.run.seed,

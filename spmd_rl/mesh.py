@@ -25,7 +25,7 @@ from spmd_rl import slurm
 from spmd_rl.config import ConfigError, MeshConfig
 
 T = TypeVar("T")
-ABORT_KEY = "spmd_rl/abort"
+ABORT_KEY, JOB_KEY = "spmd_rl/abort", "spmd_rl/job"
 OTHER_RANKS_WAIT_S = 3.0
 ABORT_POLL_S = 0.5
 BEAT_S = 2.0
@@ -40,6 +40,8 @@ class Ranks:
     rank: int
     world_size: int
     local_rank: int
+    hosts_store: bool | None = None
+    """Whether the ranks meet at this one; None leaves that to torch: rank 0, or torchrun."""
 
     @classmethod
     def from_environment(cls) -> "Ranks":
@@ -47,8 +49,16 @@ class Ranks:
         one rank. Raises ConfigError for a part of them only, and for contradictions."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         if "RANK" not in os.environ and slurm.num_tasks(os.environ) > 1:
-            # vLLM and torch read them from the environment too.
-            os.environ.update(slurm.rank_variables(os.environ))
+            absent = slurm.missing(os.environ)
+            if absent:
+                raise ConfigError(f"srun started {slurm.num_tasks(os.environ)} tasks, but {', '.join(absent)} are not "
+                                  "set: pass all SLURM_* variables on (into a container, say), or start with torchrun")
+            try:
+                # vLLM and torch read them from the environment too.
+                os.environ.update(slurm.rank_variables(os.environ))
+            except socket.gaierror as error:
+                raise ConfigError(f"MASTER_ADDR is not set, and the first of {os.environ['SLURM_STEP_NODELIST']} has "
+                                  f"no address ({error}): set MASTER_ADDR to where the ranks shall meet") from None
         missing = [n for n in names if n not in os.environ]
         if missing and ("RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"):
             raise ConfigError(f"the launcher set some rank variables but not {', '.join(missing)}: "
@@ -63,7 +73,8 @@ class Ranks:
         for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank)):
             if not 0 <= value < world_size:
                 raise ConfigError(f"{name} is {value}: it must lie in 0..{world_size - 1} for WORLD_SIZE {world_size}")
-        return cls(rank, world_size, local_rank)
+        is_task = slurm.num_tasks(os.environ) > 1 and "TORCHELASTIC_RUN_ID" not in os.environ
+        return cls(rank, world_size, local_rank, slurm.hosts_store(os.environ) if is_task else None)
 
 
 def _check_against_slurm() -> None:
@@ -106,6 +117,7 @@ class Mesh:
         self.step = 0
         """Number of the step under way from 1, for messages; 0 before the first."""
         self._make_process_group(ranks, config.timeout_s)
+        self._refuse_shared_gpus()
         self._watcher = AbortWatcher(self._rank, self.world_size, config.timeout_s,
                                      lambda: self._place) if self.world_size > 1 else None
         seed_everything(seed + self._rank)
@@ -124,12 +136,31 @@ class Mesh:
         # For the groups that DeepSpeed and vLLM make, which take torch's default: 10 minutes with NCCL.
         c10d: Any = dist.distributed_c10d
         c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         try:
-            dist.init_process_group(backend, timeout=timeout)
+            if ranks.hosts_store is None:
+                dist.init_process_group(backend, timeout=timeout)
+            else:
+                store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None,
+                                      ranks.hosts_store, timeout)
+                job = slurm.step_name(os.environ)
+                if ranks.hosts_store:
+                    store.set(JOB_KEY, job)
+                elif (found := store.get(JOB_KEY).decode()) != job:  # whose number is the same modulo the ports
+                    raise ConfigError(f"MASTER_ADDR and MASTER_PORT are {where}: the ranks of job step {found} meet "
+                                      f"there, and this is {job}; set another MASTER_PORT")
+                dist.init_process_group(backend, timeout=timeout, store=store, rank=ranks.rank,
+                                        world_size=ranks.world_size)
         except dist.DistNetworkError as error:
-            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise ConfigError(f"MASTER_ADDR and MASTER_PORT are {where}: the ranks cannot meet there "
                               f"({str(error).splitlines()[0]}); set another MASTER_PORT") from None
+
+    def _refuse_shared_gpus(self) -> None:
+        """Raises ConfigError, on all ranks, where two of them have one GPU. Collective."""
+        gpu = str(torch.cuda.get_device_properties(self.device).uuid) if self.device.type == "cuda" else None
+        text = shared_gpus(self.all_gather((self.host, gpu)))
+        if text and "NCCL_HOSTID" not in os.environ:  # set by those who know: NCCL itself refuses it otherwise
+            raise ConfigError(text)
 
     @property
     def phase(self) -> str:
@@ -145,10 +176,6 @@ class Mesh:
     def on_main(self, make: Callable[[], Sequence[T]]) -> Sequence[T]:
         """What `make` returns on the first rank, nothing elsewhere: for writers and other sinks."""
         return make() if self._rank == 0 else ()
-
-    def is_first_on_host(self) -> bool:
-        """Whether this rank is the first of those on its machine. Collective."""
-        return self.all_gather(self.host).index(self.host) == self._rank
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
         """This rank's part of a list of the step's, one part a rank: neighbours, sizes equal to within one."""
@@ -208,17 +235,19 @@ class Mesh:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def fail(self, error: BaseException) -> NoReturn:
+    def fail(self, error: BaseException, phase: str | None = None) -> NoReturn:
         """End this process with `error`'s traceback, and the other ranks with it, now.
 
         No clean-up: destroying groups or engines waits for peers that are inside other collectives.
+        phase: where it happened, if not in the main thread's.
         """
+        phase = phase or self.phase
         text = "".join(traceback.format_exception(error))
         if self._watcher and "timed out" in str(error).lower():
             text += self._watcher.describe_others() + "\n"
-        print(f"\n[rank {self._rank}] failed in phase {self.phase}:\n{text}", file=sys.stderr, flush=True)
+        print(f"\n[rank {self._rank}] failed in phase {phase}:\n{text}", file=sys.stderr, flush=True)
         if self._watcher:
-            self._watcher.abort(f"rank {self._rank} failed in phase {self.phase}: {type(error).__name__}: {error}")
+            self._watcher.abort(f"rank {self._rank} failed in phase {phase}: {type(error).__name__}: {error}")
         leave(1)
 
 
@@ -254,8 +283,10 @@ class AbortWatcher:
         self._abort_store = self._connect()
         self._next_beat, self._beats = 0.0, 0
         self._seen, self._seen_at = b"", time.monotonic()
+        self._looks = 0
         self._thread = threading.Thread(target=self._watch, name="abort-watcher", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._guard, name="store-guard", daemon=True).start()
 
     @staticmethod
     def _connect() -> dist.TCPStore:
@@ -268,9 +299,24 @@ class AbortWatcher:
                 reason = self._look()
             except dist.DistError as error:
                 reason = f"the rendezvous store is gone, so the process that held it is: {error}"
+            self._looks += 1
             if reason and not self._stop.is_set():
-                print(f"[rank {self._rank}] leaves: {reason}", file=sys.stderr, flush=True)
-                leave(1)
+                self._leave(reason)
+
+    def _guard(self) -> None:
+        """Leave where the store no longer answers: a read from a host that is gone waits for ever."""
+        looks, silent_s = -1, 0.0
+        while not self._stop.wait(BEAT_S):
+            # In turns of its own, not by the clock: a call that keeps Python's lock stops both threads.
+            silent_s = silent_s + BEAT_S if looks == self._looks else 0.0
+            looks = self._looks
+            if silent_s >= VANISHED_S:
+                self._leave(f"no answer for {silent_s:.0f} s from {os.environ['MASTER_ADDR']}, where the ranks meet: "
+                            "that host is gone, or cannot be reached")
+
+    def _leave(self, reason: str) -> NoReturn:
+        print(f"[rank {self._rank}] leaves: {reason}", file=sys.stderr, flush=True)
+        leave(1)
 
     def _look(self) -> str | None:
         """Why to leave, or None."""
@@ -425,8 +471,32 @@ def preserved_process_state() -> Iterator[None]:
 
 
 def check_device(config: MeshConfig) -> torch.device:
-    """This rank's device. Raises ConfigError where it is not there."""
-    return pick_device(config.device, Ranks.from_environment().local_rank)
+    """This rank's device. Raises ConfigError where it is not there, or the host's GPUs are more than its ranks."""
+    device, here = pick_device(config.device, Ranks.from_environment().local_rank), _ranks_here()
+    if device.type == "cuda" and here is not None and here < torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ConfigError(f"this host shows {count} GPUs and runs {here} rank{'s' * (here > 1)}: start one a GPU "
+                          f"(torchrun --nproc_per_node {count}), or show fewer (CUDA_VISIBLE_DEVICES="
+                          f"{','.join(map(str, range(here)))})")
+    return device
+
+
+def _ranks_here() -> int | None:
+    """Ranks on this host, where that was said."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "1" if "RANK" not in os.environ else "")
+    return int(said) if said.isdecimal() else None
+
+
+def shared_gpus(seen: Sequence[tuple[str, str | None]]) -> str | None:
+    """What to say of ranks whose (host, GPU) is another's; None where each has its own."""
+    by_gpu: dict[tuple[str, str], list[int]] = {}
+    for rank, (host, gpu) in enumerate(seen):
+        if gpu is not None:
+            by_gpu.setdefault((host, gpu), []).append(rank)
+    shared = [f"ranks {', '.join(map(str, ranks))} have GPU {gpu}" for (_, gpu), ranks in by_gpu.items()
+              if len(ranks) > 1]
+    return (f"{'; '.join(shared)} of one host: each rank needs a GPU of its own; is LOCAL_RANK the rank within the "
+            "host?" if shared else None)
 
 
 def pick_device(wanted: str, local_rank: int) -> torch.device:

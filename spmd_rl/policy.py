@@ -19,10 +19,13 @@ from transformers import get_scheduler
 
 from spmd_rl import model
 from spmd_rl.batch import MicroBatch
-from spmd_rl.config import Config
+from spmd_rl.config import Config, ConfigError
 from spmd_rl.mesh import Mesh, say_once
 from spmd_rl.offload import Storages, Tenant, reachable_storages
+from spmd_rl.shards import Piece, Shards, cut
 
+MASTER, WEIGHT = "master", "weight"
+ENGINE_COUNTS = ("global_steps", "global_samples", "skipped_steps")
 # Where DeepSpeed's optimizers keep fp32 masters; stage 3 empties the groups of the optimizer below outside its step.
 MASTERS = ("fp32_groups", "fp32_groups_flat_partition", "single_partition_of_fp32_groups",
            "fp32_partitioned_groups_flat")
@@ -38,6 +41,22 @@ class StepResult:
     """Global norm before clipping."""
     is_applied: bool
     """False where the gradient was not finite: weights, moments and schedule stay as they were."""
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A rank's part of a parameter: elements [start, start + count) of it, laid out flat, are [offset, offset + count)
+    of `master`, the tensor that the base optimizer steps, and of its states."""
+
+    name: str
+    start: int
+    count: int
+    master: Tensor
+    offset: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part's elements of the master, or of a state that is laid out like it."""
+        return tensor.detach().view(-1)[self.offset:self.offset + self.count]
 
 
 class Engine:
@@ -56,11 +75,12 @@ class Engine:
         self._deepspeed, self._config, self._mesh = deepspeed, config, mesh
         self.zero_stage = ds_config["zero_optimization"]["stage"]
         self._temperature = config.rollout.temperature
+        self._shard_index = mesh.mine(range(mesh.world_size))
         if self.zero_stage == 3:
             # Without dtype, which it misreads where the accelerator has no fp16: it follows from ds_config.
             shard_init = deepspeed.zero.Init(config_dict_or_path=ds_config)
             self.model = model.build_sharded(config.model, hf_config, config.policy.logprob_memory_gib, shard_init,
-                                             mesh.mine(range(mesh.world_size)))
+                                             self._shard_index)
         else:
             self.model = model.build(config.model, hf_config, config.policy.logprob_memory_gib)
         self.hf_config: Any = self.model.lm.config
@@ -93,6 +113,20 @@ class Engine:
         names = [name for name, p in self.named_parameters() if p is head]
         embedding = self.model.lm.get_input_embeddings().weight
         return names[0] if embedding is head else None
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name -> shape of the whole parameter."""
+        return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self.named_parameters()}
+
+    def _check_shapes(self, shards: Shards) -> None:
+        """Raises ConfigError for shards of another model."""
+        mine = self.shapes()
+        other = sorted(name for name in mine.keys() | shards.shapes.keys() if mine.get(name) != shards.shapes.get(name))
+        if other:
+            first = other[0]
+            raise ConfigError(f"model.path is {self._config.model.path!r}: the checkpoint is of another model; "
+                              f"{len(other)} parameters differ, {first} among them ({shards.shapes.get(first)} there, "
+                              f"{mine.get(first)} here)")
 
     def full_weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor) in order, streamed; at stage 3 gathered by bucket. Collective there.
@@ -132,14 +166,14 @@ class Policy(Engine):
         optimizer: Any = _make_optimizer(self.model, config, mesh.device)
         p = config.policy
         num_updates = config.run.max_steps * config.updates_per_step
-        scheduler = get_scheduler(p.lr_scheduler_type, optimizer, p.warmup_steps, num_updates)
+        self._scheduler = get_scheduler(p.lr_scheduler_type, optimizer, p.warmup_steps, num_updates)
         is_unsharded_bf16 = self.zero_stage == 0 and config.model.dtype == "bfloat16"
         take_step = optimizer.step
         if is_unsharded_bf16:
             # DeepSpeed takes one on zero gradients there, which Adam would count, and which decays the weights.
             optimizer.step = lambda: None
         self.engine, *_ = self._deepspeed.initialize(model=self.model, optimizer=optimizer, config=ds_config,
-                                                     lr_scheduler=scheduler)
+                                                     lr_scheduler=self._scheduler)
         optimizer.step = take_step
         self.num_updates = 0
         self._is_last_row = True
@@ -222,17 +256,101 @@ class Policy(Engine):
             taken |= {s._cdata for s in storages}
         return found
 
-    def save(self, folder: str) -> None:
-        """Write weights, fp32 masters, moments and schedule, each rank its shards, into `folder`. Collective."""
-        parent, tag = os.path.split(folder)
-        self.engine.save_checkpoint(parent, tag=tag, save_latest=False)
+    def pieces(self) -> Iterator[Piece]:
+        """This rank's part of the fp32 masters and of the optimizer's states, where they are now.
 
-    def load(self, folder: str) -> None:
-        """Take all of that back, on as many ranks and at the stage that wrote it, in a fresh engine. Collective."""
-        parent, tag = os.path.split(folder)
-        path, _ = self.engine.load_checkpoint(parent, tag=tag)
-        if path is None:  # DeepSpeed only warns
-            raise RuntimeError(f"DeepSpeed found no checkpoint in {folder}")
+        Over all ranks each element is there once; at stage 0, where every rank has all, each takes a share.
+        """
+        parts = self._parts()
+        for part in parts if self.zero_stage else self._mesh.share(parts):
+            for kind, tensor in ((MASTER, part.master), *self._base_optimizer.state.get(part.master, {}).items()):
+                if isinstance(tensor, Tensor):
+                    has_range = tensor.shape == part.master.shape  # a count of steps has none
+                    yield from cut(kind, part.name, part.start, part.of(tensor) if has_range else tensor)
+
+    def progress(self) -> dict[str, int]:
+        """What the engine counts."""
+        return {"num_updates": self.num_updates, "nonfinite_in_a_row": self._nonfinite_in_a_row,
+                "schedule_steps": self._scheduler.last_epoch} | {
+                    name: getattr(self.engine, name) for name in ENGINE_COUNTS}
+
+    @torch.no_grad()
+    def load(self, folder: str, progress: dict[str, int]) -> None:
+        """Take what `pieces` and `progress` gave, on any number of ranks and at any stage. Collective.
+
+        The learning rate is the schedule's of this run at the step where that one was.
+        """
+        with Shards(folder) as shards:
+            self._check_shapes(shards)
+            if self.zero_stage == 3:
+                self.engine.optimizer.checkpoint_event_prologue()  # small parameters are whole between forwards
+            for part in self._parts():
+                self._load_part(part, shards)
+        self._weights_from_masters()
+        self.num_updates, self._nonfinite_in_a_row = progress["num_updates"], progress["nonfinite_in_a_row"]
+        for name in ENGINE_COUNTS:
+            setattr(self.engine, name, progress[name])
+        scheduler = self._scheduler
+        scheduler.last_epoch = progress["schedule_steps"]
+        rates = [base * rate(scheduler.last_epoch)
+                 for base, rate in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+        for group, learning_rate in zip(self._base_optimizer.param_groups, rates, strict=True):
+            group["lr"] = learning_rate
+
+    def _load_part(self, part: Fragment, shards: Shards) -> None:
+        shards.read_into(part.of(part.master), MASTER, part.name, part.start)
+        state = self._base_optimizer.state[part.master]
+        for kind in shards.kinds(part.name):
+            if kind == MASTER:
+                continue
+            if shards.is_scalar(kind, part.name):
+                state[kind] = shards.scalar(kind, part.name).to(part.master.device)
+                continue
+            if kind not in state:
+                state[kind] = torch.zeros_like(part.master)  # made in the first step otherwise
+            shards.read_into(part.of(state[kind]), kind, part.name, part.start)
+
+    def _parts(self) -> list[Fragment]:
+        """Where this rank's parts are, in the order of the parameters."""
+        optimizer = self.engine.optimizer
+        masters = {}
+        if hasattr(optimizer, "fp32_groups"):  # stage 0 in bf16
+            masters = {weight: master for weights, group in zip(optimizer.fp16_groups, optimizer.fp32_groups)
+                       for weight, master in zip(weights, group)}
+        parts = []
+        for name, p in self.named_parameters():
+            if self.zero_stage == 3:
+                group, offset, size = optimizer.grad_position[optimizer.get_param_id(p)]
+                start = size * self._shard_index
+                count = max(0, min(size, p.ds_numel - start))  # type: ignore[attr-defined]  # the rest is padding
+                parts.append(Fragment(name, start, count, optimizer.fp32_partitioned_groups_flat[group], offset))
+            elif self.zero_stage == 0:
+                parts.append(Fragment(name, 0, p.numel(), masters.get(p, p), 0))
+            elif (mapping := p._hp_mapping) is not None:  # type: ignore[attr-defined]
+                mine, flat = mapping.lp_fragment_address, mapping.hp_fragment_address
+                master = self._base_optimizer.param_groups[mapping.param_group_index]["params"][0]
+                parts.append(Fragment(name, mine.start, mine.numel, master, flat.start))
+        return [part for part in parts if part.count]
+
+    def _weights_from_masters(self) -> None:
+        """What DeepSpeed does at the end of a step. Collective."""
+        optimizer = self.engine.optimizer
+        if self.zero_stage == 3:
+            for group in range(len(optimizer.fp32_partitioned_groups_flat)):
+                optimizer._reassign_or_swap_out_partitioned_parameters(group)
+            optimizer.checkpoint_event_epilogue()
+        elif self.zero_stage:
+            optimizer.update_lp_params()
+        else:
+            weights = dict(self.named_parameters())
+            for part in self._parts():
+                if part.master is not weights[part.name]:
+                    weights[part.name].copy_(part.master)
+
+    @property
+    def _base_optimizer(self) -> torch.optim.Optimizer:
+        """torch's, inside of DeepSpeed's."""
+        return getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
 
     def _unsharded_grad_norm(self) -> float:
         """DeepSpeed reports none at stage 0; every rank holds the whole, reduced gradient."""
@@ -260,30 +378,38 @@ class Reference(Engine):
             target, source = (getattr(p, "ds_tensor", p).data for p in (mine, new))
             target.copy_(torch.lerp(target.float(), source.float(), share))
 
-    def save(self, folder: str) -> None:
-        """Write its weights, each rank its shards (one rank all of them where they are not sharded)."""
-        weights = {name: getattr(p, "ds_tensor", p).data for name, p in self.named_parameters()}
-        for path in [self._file(folder)] if self.zero_stage == 3 else self._mesh.on_main(lambda: [self._file(folder)]):
-            os.makedirs(folder, exist_ok=True)
-            torch.save(weights, path)
+    def pieces(self) -> Iterator[Piece]:
+        """This rank's part of the weights, where they are now; over all ranks each element is there once."""
+        parts = self._parts()
+        for name, start, flat in parts if self.zero_stage == 3 else self._mesh.share(parts):
+            yield from cut(WEIGHT, name, start, flat)
 
+    @torch.no_grad()
     def load(self, folder: str) -> None:
-        """Take them back, on as many ranks."""
-        weights = torch.load(self._file(folder), map_location="cpu", weights_only=True)
+        """Take what `pieces` gave, on any number of ranks and at any stage."""
         self._release_whole_copies()
-        for name, parameter in self.named_parameters():
-            getattr(parameter, "ds_tensor", parameter).data.copy_(weights[name])
+        with Shards(folder) as shards:
+            self._check_shapes(shards)
+            for name, start, flat in self._parts():
+                shards.read_into(flat, WEIGHT, name, start)
+
+    def _parts(self) -> list[tuple[str, int, Tensor]]:
+        """(name, first element, this rank's elements laid out flat)."""
+        parts = []
+        for name, p in self.named_parameters():
+            if self.zero_stage == 3:
+                flat = p.ds_tensor.data.view(-1)  # type: ignore[attr-defined]
+                start = flat.numel() * self._shard_index
+                parts.append((name, start, flat[:max(0, p.ds_numel - start)]))  # type: ignore[attr-defined]
+            else:
+                parts.append((name, 0, p.data.view(-1)))
+        return [part for part in parts if part[2].numel()]
 
     def _release_whole_copies(self) -> None:
         """ZeRO-3 keeps small parameters whole between forwards, and would use those whatever the shards become."""
         for _, parameter in self.named_parameters() if self.zero_stage == 3 else ():
             if parameter.ds_status.name == "AVAILABLE":  # type: ignore[attr-defined]
                 parameter.partition()  # type: ignore[attr-defined]
-
-    def _file(self, folder: str) -> str:
-        ranks = range(self._mesh.world_size)
-        number = self._mesh.mine([rank if self.zero_stage == 3 else 0 for rank in ranks])
-        return os.path.join(folder, f"rank-{number}.pt")
 
 
 def deepspeed_config(config: Config, stage: int) -> dict[str, Any]:

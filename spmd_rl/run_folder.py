@@ -18,23 +18,25 @@ from spmd_rl.files import WRITING, files_below, sha256, sync_to_disk
 METRICS, CONFIG, MEMORY = "metrics.jsonl", "config.yaml", "memory.jsonl"
 CHECKPOINTS = "checkpoints"
 STATE, MANIFEST = "state.json", "manifest.json"
+POLICY, REFERENCE = "policy", "reference"
 # What the program writes into a run's folder: this and nothing else is moved aside.
 OWN_NAMES = re.compile(r"(metrics\.jsonl|memory\.jsonl|config\.yaml|summary\.json|report\.png|tensorboard|checkpoints"
                        r"|export(-\d+)?(\.writing|\.replaced)?)")
 CHECKPOINT_NAME = re.compile(r"step-(\d+)")
 EARLIER_NAME = re.compile(r"earlier-(\d+)")
-# Options that a run may change when it goes on: they change how far and how it runs, not what it computes.
-FREE_SECTIONS = ("mesh", "checkpoint")
-FREE_FIELDS = ("run.output_dir", "run.max_steps", "run.max_train_minutes")
-# Options that decide the shape of what a checkpoint holds.
-LAYOUT_FIELDS = ("policy.zero_stage", "policy.optimizer", "model.dtype")
+# Options that a run may change when it goes on: they change how far it runs, where and how fast, not what it computes.
+FREE_SECTIONS = ("mesh", "memory", "weight_sync", "checkpoint", "metrics")
+FREE_FIELDS = ("run.output_dir", "run.max_steps", "run.max_train_minutes", "policy.zero_stage",
+               "policy.gradient_checkpointing", "policy.logprob_memory_gib", "batch.max_tokens_per_microbatch",
+               "rollout.tensor_parallel_size", "rollout.gpu_memory_utilization", "rollout.enforce_eager",
+               "rollout.cpu_kv_cache_gib", "evaluate.eval_steps")
 
 
 # Before anything starts. --------------------------------------------------------------------------------------------
 
 
-def check(config: Config, world_size: int) -> None:
-    """Refuse a folder of another run, and a checkpoint of another layout; reads only. Raises ConfigError."""
+def check(config: Config) -> None:
+    """Refuse a folder of another run, and a checkpoint of another optimizer; reads only. Raises ConfigError."""
     resume, folder = config.checkpoint.resume, config.run.output_dir
     if resume == "never":
         return
@@ -42,7 +44,7 @@ def check(config: Config, world_size: int) -> None:
         if not os.path.isfile(os.path.join(resume, STATE)):
             raise ConfigError(f"checkpoint.resume is {resume!r}: no checkpoint there; give a folder "
                               f".../{CHECKPOINTS}/step-N, or auto, or never")
-        _check_layout(resume, config, world_size)
+        _check_optimizer(resume, config)
         return
     if not has_run(folder):
         return
@@ -51,26 +53,14 @@ def check(config: Config, world_size: int) -> None:
         raise ConfigError(f"run.output_dir is {folder!r}: it holds a run with another config ({'; '.join(fields)}); "
                           "set another folder, or --checkpoint.resume never, which moves that run's files aside, or "
                           "the same values to go on with it")
-    for path in checkpoints(folder):
-        if _readable(path):
-            _check_layout(path, config, world_size)
-            return
 
 
-def _check_layout(path: str, config: Config, world_size: int) -> None:
-    state = read_state(path)
-    there = [f"{state['world_size']} ranks"] if state["world_size"] != world_size else []
-    here = [f"{world_size} ranks"] if there else []
-    for name in LAYOUT_FIELDS:
-        section, key = name.split(".")
-        then, now = state["config"][section][key], getattr(getattr(config, section), key)
-        if then != now:
-            there.append(f"{name} {then}")
-            here.append(f"{name} {now}")
-    if there:
-        raise ConfigError(f"checkpoint {path} was written with {', '.join(there)}, and this run has {', '.join(here)}: "
-                          "its optimizer states are sharded for that layout. Start with the same, or begin a new run "
-                          "from an export of it (model.path, with another run.output_dir)")
+def _check_optimizer(path: str, config: Config) -> None:
+    then, now = read_state(path)["config"]["policy"]["optimizer"], config.policy.optimizer
+    if then != now:
+        raise ConfigError(f"policy.optimizer is {now!r}: checkpoint {path} was written with {then!r}, whose states are "
+                          f"others. Set {then}, or begin a new run from an export of it (spmd-rl export, then "
+                          "model.path and another run.output_dir)")
 
 
 def differing_fields(earlier: dict[str, Any], config: Config) -> list[str]:
@@ -120,13 +110,6 @@ def read_state(path: str) -> dict[str, Any]:
         return json.load(file)
 
 
-def _readable(path: str) -> bool:
-    try:
-        return bool(read_state(path))
-    except (OSError, ValueError):
-        return False  # `fault` names it when a checkpoint is chosen
-
-
 def write_manifest(folder: str, entries: dict[str, dict[str, Any]]) -> None:
     """Name, size and checksum of each file, durably: `entries` as from `manifest_entries`."""
     with open(os.path.join(folder, MANIFEST), "w", encoding="utf-8") as file:
@@ -161,6 +144,18 @@ def fault(path: str, share: Callable[[list[str]], Sequence[str]] = lambda names:
     except (OSError, ValueError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def newest_whole(source: str) -> str:
+    """The checkpoint `source`, or the newest whole one of the run in that folder. Raises ConfigError."""
+    paths = [source] if os.path.isfile(os.path.join(source, STATE)) else checkpoints(source)
+    faults = []
+    for path in paths:
+        if (found := fault(path)) is None:
+            return path
+        faults.append(f"{path}: {found}")
+    raise ConfigError(f"{source} has no whole checkpoint" + (f" ({'; '.join(faults)})" if faults else
+                      ": give the folder of a run, or of a checkpoint"))
 
 
 def remove_old(folder: str, keep: int) -> None:

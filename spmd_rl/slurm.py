@@ -8,6 +8,8 @@ from collections.abc import Mapping
 
 EPHEMERAL_RANGE = "/proc/sys/net/ipv4/ip_local_port_range"
 LOWEST_PORT = 10000
+NEEDED = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST",
+          "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 def num_tasks(environment: Mapping[str, str]) -> int:
@@ -15,15 +17,37 @@ def num_tasks(environment: Mapping[str, str]) -> int:
     return int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
 
 
+def missing(environment: Mapping[str, str]) -> list[str]:
+    """Variables of a task that are not there."""
+    return [name for name in NEEDED if name not in environment]
+
+
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and, where the user gives none, MASTER_ADDR and MASTER_PORT."""
     found = {"RANK": environment["SLURM_PROCID"], "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
              "LOCAL_RANK": environment["SLURM_LOCALID"], "LOCAL_WORLD_SIZE": _tasks_here(environment)}
     if "MASTER_ADDR" not in environment:
-        found["MASTER_ADDR"] = address(first_host(environment["SLURM_STEP_NODELIST"]))
+        found["MASTER_ADDR"] = _first_address(environment)
     if "MASTER_PORT" not in environment:
         found["MASTER_PORT"] = str(job_port(int(environment["SLURM_JOB_ID"]), int(environment["SLURM_STEP_ID"])))
     return found
+
+
+def step_name(environment: Mapping[str, str]) -> str:
+    """The job step, as SLURM writes it."""
+    return f"{environment['SLURM_JOB_ID']}.{environment['SLURM_STEP_ID']}"
+
+
+def hosts_store(environment: Mapping[str, str]) -> bool | None:
+    """Whether the ranks meet at this task: the first of the node that MASTER_ADDR is, which need not be rank 0's (srun
+    --distribution=arbitrary). None where MASTER_ADDR is the user's own, and so rank 0's by torch's convention."""
+    if missing(environment) or environment["MASTER_ADDR"] != _first_address(environment):
+        return None
+    return environment["SLURM_NODEID"] == "0" and environment["SLURM_LOCALID"] == "0"
+
+
+def _first_address(environment: Mapping[str, str]) -> str:
+    return address(first_host(environment["SLURM_STEP_NODELIST"]))
 
 
 def _tasks_here(environment: Mapping[str, str]) -> str:

@@ -18,7 +18,6 @@ from spmd_rl.config import Config, ConfigError, parse
 from spmd_rl.evaluate import evaluate
 from spmd_rl.export import export
 from spmd_rl.job import Inputs, Job, arithmetic, load_inputs, memory_plan
-from spmd_rl.memory import MOVABLE
 from spmd_rl.mesh import Mesh, Ranks, check_device, device_bytes, leave, say_error, say_once
 from spmd_rl.offload import Tenant
 from spmd_rl.plan import Plan
@@ -26,6 +25,7 @@ from spmd_rl.signals import EXIT_STOPPED, StopRequest
 from spmd_rl.step import sync_again, train_step
 
 EXIT_USAGE = 2
+SAVED = (Tenant.WEIGHTS, Tenant.MASTERS, Tenant.MOMENTS, Tenant.REFERENCE)  # what a checkpoint is made of
 
 
 def main(args: list[str] | None = None) -> None:
@@ -36,7 +36,7 @@ def main(args: list[str] | None = None) -> None:
         world_size = Ranks.from_environment().world_size
         device = check_device(config.mesh)
         inputs = load_inputs(config, world_size)
-        run_folder.check(config, world_size)
+        run_folder.check(config)
     except ConfigError as error:
         say_error(str(error))
         sys.exit(EXIT_USAGE)
@@ -90,6 +90,7 @@ def _run(job: Job, stop: StopRequest) -> bool:
         progress.accuracy_before = _evaluate(job, 0)
         start = time.perf_counter()
     while progress.step < config.run.max_steps:
+        job.saver.advance()
         reason = next((r for r in mesh.all_gather(stop.reason()) if r), None)
         if reason:
             _end_early(job, reason)
@@ -99,6 +100,7 @@ def _run(job: Job, stop: StopRequest) -> bool:
         if _is_due(config.checkpoint.save_steps, progress.step) or (
                 config.checkpoint.save_steps and progress.step == config.run.max_steps):
             _save(job)
+    job.saver.finish()
     _export(job, "export")  # before the last evaluation: a reward that fails there must not cost the weights
     accuracy = _evaluate(job, progress.step)
     _summarise(job, accuracy)
@@ -150,6 +152,7 @@ def _end_early(job: Job, reason: str) -> None:
     step = job.progress.step
     if step > job.saved_step:
         _save(job)
+    job.saver.finish()
     job.parts.metrics.close()
     say_once(f"{reason}: ended after step {step} of {job.config.run.max_steps}; start again with the same options to "
              "go on")
@@ -157,8 +160,8 @@ def _end_early(job: Job, reason: str) -> None:
 
 
 def _save(job: Job) -> None:
-    with job.parts.memory.holding(MOVABLE), job.parts.metrics.timed("save"):
-        checkpoint.save(job.progress, job.parts.policy, job.parts.reference, job.config, job.mesh)
+    with job.parts.memory.holding(SAVED), job.parts.metrics.timed("save"):
+        job.saver.save(job.progress)
     sync_again(job.parts)
     job.saved_step = job.progress.step
 

@@ -19,7 +19,7 @@ NUM_RANKS = 2
 EOS = 257
 MAX_COMPLETION_LENGTH = 4
 CELLS = ["process_state", "uneven_engines", "trained_tokens", "first_step", "tokens_over_steps", "sync",
-         "engine_states"]
+         "engine_states", "save_phases"]
 CORE = [("tied", 1), ("untied", 2)]
 WHOLE = [pytest.param(("tied", 2), marks=pytest.mark.long), pytest.param(("untied", 1), marks=pytest.mark.long)]
 LAYOUTS = dict(argvalues=CORE + WHOLE, ids=lambda layout: f"{layout[0]}-tp{layout[1]}")
@@ -116,6 +116,16 @@ def test_engine_refuses_to_sample_without_whole_weights(results):
         assert found["state after whole sync"] == "ready"
         assert largest_gap(found) <= 1e-5
         assert found["engine again"] == pytest.approx(found["policy"], abs=1e-5)
+
+
+def test_saved_tensors_are_the_same_in_each_phase(results):
+    """With the states away, just back, or beside the engine, the files have the same bytes; between rollouts a save
+    leaves the engine ready."""
+    for found in results["save_phases"]:
+        first, *others = found["files"]
+        assert sorted(first) == ["policy/rank-0-0.safetensors", "policy/rank-1-0.safetensors"]
+        assert all(other == first for other in others) and len(others) == 3
+        assert found["state"] == "READY" and found["away"][0] and not found["away"][1]
 
 
 # First step. --------------------------------------------------------------------------------------------------------

@@ -8,18 +8,25 @@ from launching import ROOT, without_launcher
 WORKER = str(ROOT / "tests" / "dist" / "worker_watchdog.py")
 
 
-def test_case_74_a_late_rank_is_named_with_its_phase():
-    """A limit of 5 s against 8 s of reward on rank 1: all ranks end, and the message has rank, phase and limit."""
-    finished = without_launcher(2, [WORKER, "slow", "5"], timeout_s=60)
+# Where rank 1 is slow -> where rank 0 waits for it.
+PHASES = {"rollout": "gather", "reward": "gather", "save": "save"}
+
+
+@pytest.mark.parametrize("phase", ["save", *(pytest.param(p, marks=pytest.mark.long) for p in ("rollout", "reward"))])
+def test_case_74_a_late_rank_is_named_with_its_phase(phase):
+    """A limit of 5 s against 8 s of generation, reward or save on rank 1: all ranks end, and the message has rank,
+    phase and limit."""
+    finished = without_launcher(2, [WORKER, "slow", phase, "5"], timeout_s=60)
     output = "\n".join(process.output for process in finished)
     assert all(process.returncode == 1 for process in finished), output
-    assert "rank 0 has waited" in output and "in phase gather for rank 1 (in phase reward for" in output
+    assert "rank 0 has waited" in output and f"in phase {PHASES[phase]} for rank 1 (in phase {phase} for" in output
     assert "mesh.timeout_s is 5" in output
 
 
-def test_case_74_a_slow_rank_within_the_limit_is_waited_for():
+@pytest.mark.parametrize("phase", ["save", *(pytest.param(p, marks=pytest.mark.long) for p in ("rollout", "reward"))])
+def test_case_74_a_slow_rank_within_the_limit_is_waited_for(phase):
     """The same with a limit of 20 s."""
-    finished = without_launcher(2, [WORKER, "slow", "20"], timeout_s=60)
+    finished = without_launcher(2, [WORKER, "slow", phase, "20"], timeout_s=60)
     assert [process.returncode for process in finished] == [0, 0], "\n".join(p.output for p in finished)
     assert all("all together" in process.output for process in finished)
 
@@ -28,7 +35,7 @@ def test_case_74_a_slow_rank_within_the_limit_is_waited_for():
 def test_a_killed_rank_is_noticed_without_a_collective():
     """Kill -9 of rank 1 while rank 0 is busy by itself for 100 s: rank 0 ends within a minute, and says who is gone."""
     start = time.monotonic()
-    finished = without_launcher(2, [WORKER, "killed", "1800"], timeout_s=90)
+    finished = without_launcher(2, [WORKER, "killed", "reward", "1800"], timeout_s=90)
     assert finished[0].returncode == 1 and finished[1].returncode == -9
     assert "rank 1 has vanished: no sign of life for 4" in finished[0].output
     assert time.monotonic() - start < 60

@@ -1,15 +1,16 @@
 """The program with a fault on one rank: ``failing.py PHASE RANK`` and then the options of spmd_rl.train.
 
 The fault comes in the first step, in generation, in backward (after the first row, so that the peers stay inside a
-collective) or in the weight sync (in the middle of a gather). It prints the time, so that a test can measure how long
-the job outlives it. A fault in the reward needs none of this: `reward` below is given as the user's own.
+collective), in the weight sync (in the middle of a gather) or in the second save (after its first files). It prints the
+time, so that a test can measure how long the job outlives it. A fault in the reward needs none of this: `reward` below
+is given as the user's own.
 """
 
 import os
 import sys
 import time
 
-PHASES = ("generation", "backward", "sync")
+PHASES = ("generation", "backward", "sync", "save")
 
 
 class InjectedFault(Exception):
@@ -62,6 +63,19 @@ def inject(phase):
                 yield named
 
         Policy.full_weights = broken_weights
+    elif phase == "save":
+        from spmd_rl import shards
+
+        write, saves = shards.write, []
+
+        def broken_write(*args):
+            saves.append(1)
+            names = write(*args)
+            if len(saves) == 2:
+                fail(phase)
+            return names
+
+        shards.write = broken_write
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ import re
 import pytest
 from launching import ROOT, needs_cpu_engine, torchrun, without_launcher, write_config
 
+from spmd_rl import run_folder
+
 pytestmark = needs_cpu_engine
 FAILING = str(ROOT / "tests" / "e2e" / "failing.py")
 MAX_SECONDS = 30
@@ -61,3 +63,22 @@ def test_fault_on_one_rank_ends_all(config, where, rank, how):
         # A peer inside a collective may find its connection closed before it looks at the store.
         peer = finished[1 - rank].output
         assert re.search(rf"\[rank {1 - rank}\] leaves: |onnection (closed|reset) by peer", peer), peer[-4000:]
+
+
+@pytest.mark.parametrize("background", ["false", pytest.param("true", marks=pytest.mark.long)])
+def test_a_fault_in_a_save_leaves_the_last_checkpoint(config, tmp_path, background):
+    """One rank fails in the second save, beside the steps or not: all end, the first checkpoint is whole, and the same
+    command goes on from it to the end."""
+    options = ["--config", str(config), "--run.output_dir", str(tmp_path), "--checkpoint.save_steps", "1",
+               "--checkpoint.background", background]
+    env = {"FAILING_RANK": "none"}
+    finished = without_launcher(2, [FAILING, "save", "1", *options], env=env)
+    output = "\n".join(process.output for process in finished)
+    assert [process.returncode for process in finished] == [1, 1], output[-4000:]
+    injected = re.findall(r"injected at ([\d.]+)", output)
+    assert max(process.ended for process in finished) - float(injected[0]) < MAX_SECONDS
+    assert "[rank 1] failed in phase save:\nTraceback (most recent call last)" in output
+    newest = run_folder.checkpoints(str(tmp_path))[0]
+    assert newest.endswith("step-1") and run_folder.fault(newest) is None
+    resumed = torchrun(2, [FAILING, "none", "1", *options], env=env).succeeded()
+    assert f"goes on from {newest}" in resumed.output

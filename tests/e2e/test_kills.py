@@ -14,10 +14,12 @@ from safetensors.torch import load_file
 
 from spmd_rl import run_folder
 
-pytestmark = [needs_cpu_engine, pytest.mark.long]
-NUM_KILLS, NUM_STEPS, SEED = 20, 80, 7
+pytestmark = needs_cpu_engine
+SEED = 7
+# Kills, and steps of the run that they interrupt.
+TIERS = [(3, 12), pytest.param((20, 80), marks=pytest.mark.long)]
 LEFT_OUT = ("timing/", "perf/", "memory/")
-CHECKPOINT_MB = 7  # of the tiny model: 435,000 parameters with masters and moments
+CHECKPOINT_MB = 5  # of the tiny model: 435,000 parameters with masters and moments
 
 
 def rows_of(folder):
@@ -25,15 +27,16 @@ def rows_of(folder):
     return [{name: value for name, value in line.items() if not name.startswith(LEFT_OUT)} for line in lines]
 
 
-@pytest.fixture(scope="module")
-def config(model, tmp_path_factory):
-    """One rank, a checkpoint each step; the run of it that nothing interrupts is in `straight`."""
+@pytest.fixture(scope="module", params=TIERS, ids=lambda tier: f"{tier[0]} kills in {tier[1]} steps")
+def tier(request, model, tmp_path_factory):
+    """(kills, config): one rank, a checkpoint each step; the run of it that nothing interrupts is in `straight`."""
+    num_kills, num_steps = request.param
     folder = tmp_path_factory.mktemp("kills")
     train = write_jsonl(folder / "train.jsonl", make_rows(10, seed=3))
-    path = write_config(folder / "config.yaml", model, train, folder / "straight", run={"max_steps": NUM_STEPS},
+    path = write_config(folder / "config.yaml", model, train, folder / "straight", run={"max_steps": num_steps},
                         policy={"optimizer": "adamw", "learning_rate": 3e-4}, checkpoint={"save_steps": 1})
     run(["-m", "spmd_rl.train", "--config", str(path)]).succeeded()
-    return path
+    return num_kills, path
 
 
 def same_as_straight(config, folder):
@@ -42,20 +45,22 @@ def same_as_straight(config, folder):
     return rows_of(folder) == rows_of(straight) and all(found[name].equal(wanted[name]) for name in wanted)
 
 
-def start(config, folder, log):
+def start(config, folder, log, background):
     return subprocess.Popen([sys.executable, "-m", "spmd_rl.train", "--config", str(config), "--run.output_dir",
-                             str(folder)], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
+                             str(folder), "--checkpoint.background", background],
+                            stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
                             env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
 
 
-def test_case_58_kills_at_random_moments(config, tmp_path):
-    """After each of 20 kills within a second of a step or save, the next start goes on; the last one ends with the
-    metrics and weights of the straight run."""
+def test_case_58_kills_at_random_moments(tier, tmp_path):
+    """After each kill at a random moment of steps and saves, in the step or beside it by turns, the next start goes on;
+    the last one ends with the metrics and weights of the straight run."""
     draw, folder = random.Random(SEED), tmp_path / "run"
-    for kill in range(NUM_KILLS):
+    num_kills, config = tier
+    for kill in range(num_kills):
         log_path = tmp_path / f"{kill}.log"
         with open(log_path, "w") as log:
-            process = start(config, folder, log)
+            process = start(config, folder, log, "true" if kill % 2 else "false")
             deadline = time.monotonic() + 120
             while "grad" not in log_path.read_text() and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.02)
@@ -67,6 +72,12 @@ def test_case_58_kills_at_random_moments(config, tmp_path):
         assert not newest or run_folder.fault(newest[0]) is None
     run(["-m", "spmd_rl.train", "--config", str(config), "--run.output_dir", str(folder)]).succeeded()
     assert same_as_straight(config, folder)
+
+
+@pytest.fixture
+def config(tier):
+    """Of the whole-program runs on a disk of their own."""
+    return tier[1]
 
 
 @pytest.fixture
@@ -89,6 +100,7 @@ def small_disk(tmp_path):
         subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
+@pytest.mark.long
 def test_a_full_disk_keeps_what_is_good(config, tmp_path, small_disk):
     """Room for two checkpoints and a half: the third save fails, with the disk named and two whole checkpoints left;
     with more room the run goes on to the end of the straight one."""
@@ -105,6 +117,7 @@ def test_a_full_disk_keeps_what_is_good(config, tmp_path, small_disk):
     assert same_as_straight(config, folder)
 
 
+@pytest.mark.long
 def test_a_read_only_disk_keeps_what_is_good(config, tmp_path, small_disk):
     """Checkpoints on a disk that has become read-only: the run says so and ends; what was there is whole."""
     folder = tmp_path / "run"

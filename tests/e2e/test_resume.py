@@ -1,20 +1,24 @@
 """A run that is killed, stopped by a signal and resumed is the uninterrupted run, bit by bit.
 
 Ten prompts and four a step: epochs end in the middle of steps. Two ranks; the run is killed in step 4, stopped in step
-5 and goes on from there, against a run of seven steps at once.
+5 and goes on from there, against a run of seven steps at once; a copy goes on with one rank at another ZeRO stage.
 """
 
 import json
+import os
+import shutil
 
 import pytest
-import yaml
+import torch
 from launching import ROOT, make_rows, needs_cpu_engine, run, script, torchrun, write_config, write_jsonl
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from spmd_rl import run_folder
 
 pytestmark = needs_cpu_engine
 REWARD = str(ROOT / "tests" / "e2e" / "interrupting.py") + ":reward"
+LOADS = str(ROOT / "tests" / "e2e" / "worker_loads.py")
 NUM_STEPS = 7
 LEFT_OUT = ("timing/", "perf/", "memory/")
 STAGES = [2, pytest.param(3, marks=pytest.mark.long), pytest.param(0, marks=pytest.mark.long)]
@@ -30,7 +34,7 @@ class Runs:
     def __init__(self, base, model, stage):
         rows = make_rows(14, seed=3)
         train, held_out = write_jsonl(base / "train.jsonl", rows[:10]), write_jsonl(base / "eval.jsonl", rows[10:])
-        self.folders = {name: base / name for name in ("straight", "stopped")}
+        self.folders = {name: base / name for name in ("straight", "stopped", "moved")}
         self.config = write_config(
             base / "config.yaml", model, train, self.folders["straight"], run={"max_steps": NUM_STEPS},
             data={"eval": str(held_out)}, rewards={"functions": [REWARD]}, evaluate={"eval_steps": 3},
@@ -40,18 +44,24 @@ class Runs:
         # Call 1 is the evaluation before the first step, call 5 the one after the third.
         self.finished["killed"] = self.start("stopped", "6:1:KILL")
         self.after_kill = (rows_of(self.folders["stopped"]), self.checkpoints())
-        arguments = ["--config", str(self.config), "--run.output_dir", str(self.folders["stopped"])]
+        # From here on saves are written beside the steps.
+        arguments = ["--config", str(self.config), "--run.output_dir", str(self.folders["stopped"]),
+                     "--checkpoint.background", "true"]
         self.finished["stopped"] = script(["launch/torchrun.sh", *arguments],
                                           env={"RANKS": "2", "INTERRUPT": "2:1:USR1", "CUDA_VISIBLE_DEVICES": ""})
         self.after_stop = (rows_of(self.folders["stopped"]), self.checkpoints())
-        self.finished["resumed"] = self.start("stopped").succeeded()
+        shutil.copytree(self.folders["stopped"], self.folders["moved"])
+        self.finished["resumed"] = self.start("stopped", "0:0:TERM", "--checkpoint.background", "true").succeeded()
+        other_stage = "3" if stage < 3 else "1"
+        self.finished["moved"] = run(["-m", "spmd_rl.train", "--config", str(self.config), "--run.output_dir", str(
+            self.folders["moved"]), "--policy.zero_stage", other_stage]).succeeded()
 
     def checkpoints(self):
         return [path.rpartition("/")[2] for path in run_folder.checkpoints(str(self.folders["stopped"]))]
 
-    def start(self, name, interrupt="0:0:TERM"):
+    def start(self, name, interrupt="0:0:TERM", *options):
         return torchrun(2, ["-m", "spmd_rl.train", "--config", str(self.config), "--run.output_dir",
-                            str(self.folders[name])], env={"INTERRUPT": interrupt})
+                            str(self.folders[name]), *options], env={"INTERRUPT": interrupt})
 
 
 @pytest.fixture(scope="module", params=STAGES, ids=lambda stage: f"zero{stage}")
@@ -130,18 +140,42 @@ def test_the_time_limit_stops_the_run(runs, tmp_path):
     assert run_folder.checkpoints(str(tmp_path / "run")) == []
 
 
-@pytest.mark.long
-def test_case_66_another_layout_is_refused_with_both_numbers(runs):
-    """One rank where two wrote, and another ZeRO stage: exit code 2 and the way out, before any engine starts."""
-    arguments = ["-m", "spmd_rl.train", "--config", str(runs.config), "--run.output_dir", str(runs.folders["stopped"])]
-    finished = run(arguments, timeout_s=60)
-    assert finished.returncode == 2, finished.output
-    assert "written with 2 ranks, and this run has 1 ranks" in finished.output and "export" in finished.output
-    stage = yaml.safe_load(runs.config.read_text())["policy"]["zero_stage"]
-    finished = run([*arguments, "--policy.zero_stage", "1", "--checkpoint.resume",
-                    str(runs.folders["stopped"] / "checkpoints" / f"step-{NUM_STEPS}")], timeout_s=60)
-    assert finished.returncode == 2, finished.output
-    assert f"policy.zero_stage {stage}" in finished.output and "policy.zero_stage 1" in finished.output
+def test_case_66_one_rank_goes_on_where_two_were_at_another_stage(runs):
+    """Steps 6 and 7 on one rank at another ZeRO stage are those of two ranks: what is told before them is the same to
+    the bit, their learning rates too, and the other metrics to 1e-5."""
+    found, wanted = rows_of(runs.folders["moved"]), rows_of(runs.folders["straight"])
+    done = next(number for number, row in enumerate(found) if row["step"] == 6)
+    assert found[:done] == wanted[:done] and len(found) == len(wanted)
+    for row, want in zip(found[done:], wanted[done:], strict=True):
+        assert row.keys() == want.keys() and row.get("learning_rate") == want.get("learning_rate")
+        assert row == pytest.approx(want, rel=1e-5, abs=1e-5)
+    assert "checkpoints/step-5" in runs.finished["moved"].output
+
+
+def test_a_checkpoint_exports_what_the_run_exports(runs, tmp_path):
+    """`spmd-rl export RUN` has the tensors, the config and the tokenizer's files of the run's own export, byte by byte;
+    a folder that is there already is not touched."""
+    command = ["-c", "from spmd_rl.cli import main; main()", "export", str(runs.folders["stopped"]), "--output",
+               str(tmp_path / "out")]
+    finished = run(command, timeout_s=120).succeeded()
+    own = runs.folders["stopped"] / "export"
+    assert finished.output.strip().endswith(str(tmp_path / "out"))
+    assert sorted(os.listdir(tmp_path / "out")) == sorted(os.listdir(own))
+    for name in os.listdir(own):
+        assert (tmp_path / "out" / name).read_bytes() == (own / name).read_bytes(), name
+    again = run(command, timeout_s=120)
+    assert again.returncode == 2 and "is there already" in again.output
+
+
+def test_case_61_vllm_and_transformers_load_an_export_alike(runs):
+    """Plain vLLM and plain Transformers have the same log-probs of fixed tokens, to 1e-5."""
+    path = str(runs.folders["stopped"] / "export")
+    ids = list(range(40, 60))
+    sampled = json.loads(run([LOADS, path, json.dumps(ids)], timeout_s=120).succeeded().output.splitlines()[-1])
+    with torch.no_grad():
+        logits_SV = AutoModelForCausalLM.from_pretrained(path)(torch.tensor([ids])).logits[0].log_softmax(-1)
+    wanted = [float(logits_SV[position, token]) for position, token in enumerate(ids[1:])]
+    assert sampled == pytest.approx(wanted, abs=1e-5) and max(wanted) < 0
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ import sys
 import pytest
 from launching import ROOT
 
-WORKER = str(ROOT / "tests" / "slurm" / "worker_ranks.py")
+WORKER = str(ROOT / "tests" / "worker_ranks.py")
 
 
 def srun(cluster, *arguments, env=None):
@@ -21,7 +21,19 @@ def test_case_70_tasks_are_ranks(cluster, tasks_per_node):
     done = srun(cluster, "-N", "2", "-n", str(count), f"--ntasks-per-node={tasks_per_node}", sys.executable, WORKER)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.splitlines()) == [
-        f"rank {rank} of {count}, local {rank % tasks_per_node}: sum {count}" for rank in range(count)]
+        f"rank {rank} of {count}, local {rank % tasks_per_node} on n{1 + rank // tasks_per_node}: sum {count}"
+        for rank in range(count)]
+
+
+@pytest.mark.long
+def test_rank_0_may_be_on_another_node_than_the_first(cluster, tmp_path):
+    """srun's arbitrary distribution gives rank 0 to the second node: the ranks meet on the first one all the same."""
+    (tmp_path / "hosts").write_text("n2\nn1\n")
+    done = srun(cluster, "-N", "2", "-n", "2", "--distribution=arbitrary", sys.executable, WORKER,
+                env={"SLURM_HOSTFILE": str(tmp_path / "hosts")})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2, local 0 on n2: sum 2",
+                                                "rank 1 of 2, local 0 on n1: sum 2"]
 
 
 @pytest.mark.long

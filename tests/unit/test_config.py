@@ -387,6 +387,16 @@ def test_what_is_not_supported_is_refused_by_name(good, option, value):
     assert option in str(error.value) and REFUSED_RAW[option] in str(error.value)
 
 
+@pytest.mark.parametrize("what", ["offload_optimizer", "offload_param"])
+def test_states_on_disk_are_refused(good, what):
+    """A checkpoint would have to read what DeepSpeed has moved there; host memory is fine."""
+    good.deepspeed = {"zero_optimization": {what: {"device": "cpu"}}}
+    validate(good, 1)
+    good.deepspeed["zero_optimization"][what]["device"] = "nvme"
+    with pytest.raises(ConfigError, match=f"deepspeed.zero_optimization.{what}.device is 'nvme': checkpoints"):
+        validate(good, 1)
+
+
 @pytest.mark.parametrize("text", [
     "expandable_segments:True", "expandable_segments:true", " expandable_segments : True ",
     "max_split_size_mb:128,expandable_segments:True", "expandable_segments:True,max_split_size_mb:128",

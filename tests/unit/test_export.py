@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from spmd_rl.export import ShardWriter, export
+from spmd_rl import run_folder, shards
+from spmd_rl.config import Config, ModelConfig, as_dict
+from spmd_rl.export import ShardWriter, export, export_checkpoint, main
 from spmd_rl.files import REPLACED, WRITING, replace_folder
-from spmd_rl.config import Config, ModelConfig
 from spmd_rl.model import build, load_hf_config, read_weights, weight_files
 from spmd_rl.prompts import load_tokenizer
+from spmd_rl.shards import cut
 
 TENSORS = {
     "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),  # 24 bytes
@@ -145,3 +148,76 @@ def test_an_export_loads_with_plain_transformers(model_folder, mesh, tmp_path, f
     for name in ("eos_token_id", "pad_token_id", "temperature"):
         assert getattr(GenerationConfig.from_pretrained(folder), name) == getattr(
             GenerationConfig.from_pretrained(source), name)
+
+
+def write_checkpoint(folder, source, dtype, masters):
+    """A checkpoint of two ranks' shards, as a run at `source` would have left it."""
+    path = folder / "checkpoints" / "step-7"
+    (path / "policy").mkdir(parents=True)
+    shapes = {name: tuple(master.shape) for name, master in masters.items()}
+    for rank in range(2):
+        pieces = []
+        for name, master in masters.items():
+            size = -(-master.numel() // 2)
+            part = master.reshape(-1)[rank * size:(rank + 1) * size]
+            pieces += [*cut("master", name, rank * size, part), *cut("exp_avg", name, rank * size, part * 0)]
+        shards.write(str(path / "policy"), f"rank-{rank}", pieces, shapes)
+    config = Config(model=ModelConfig(path=str(source), dtype=dtype))
+    config.checkpoint.max_shard_gib = 20_000 / 2**30
+    (path / "state.json").write_text(json.dumps({"step": 7, "config": as_dict(config)}))
+    names = run_folder.files_below(str(path))
+    run_folder.write_manifest(str(path), run_folder.manifest_entries(str(path), names))
+    return path
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_case_61_a_checkpoint_exports_its_masters_in_the_runs_type(model_folder, tmp_path, dtype, tied):
+    """Keys, shapes and type are the source's, fp32 masters rounded to it; logits are those of the model in memory with
+    the same weights. The run's folder serves as well as the checkpoint's, and gets export-N."""
+    source = model_folder("qwen3", tied=tied, dtype=getattr(torch, dtype))
+    original = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    masters = {name: p.detach().float() * 1.001 + 1e-4 for name, p in original.named_parameters()}
+    path = write_checkpoint(tmp_path, source, dtype, masters)
+    for given, wanted in ((path, tmp_path / "export-7"), (tmp_path, tmp_path / "mine")):
+        folder = export_checkpoint(str(given), None if given == path else str(wanted))
+        assert folder == str(wanted)
+    with torch.no_grad():
+        for name, p in original.named_parameters():
+            p.copy_(masters[name])
+    loaded, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and loaded.dtype == getattr(torch, dtype)
+    files = weight_files(folder)
+    assert set(files) == set(weight_files(source)) and len(set(files.values())) > 1
+    ids = torch.arange(20)[None]
+    assert torch.equal(loaded(ids).logits, original(ids).logits)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(source).chat_template
+    eos_token_id = GenerationConfig.from_pretrained(source).eos_token_id
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == eos_token_id
+
+
+def test_an_export_that_cannot_be_is_refused(model_folder, tmp_path, capsys):
+    """A folder that is there, a checkpoint that is not whole, a model that has moved (and --model, which finds it):
+    one line and exit code 2, nothing written."""
+    source = tmp_path / "source"
+    shutil.copytree(model_folder("qwen3"), source)
+    masters = {name: p.detach() for name, p in AutoModelForCausalLM.from_pretrained(source).named_parameters()}
+    path = write_checkpoint(tmp_path / "run", source, "float32", masters)
+    (tmp_path / "there").mkdir()
+    source.rename(tmp_path / "elsewhere")
+
+    def refused(*args):
+        with pytest.raises(SystemExit) as exit_:
+            main([*args])
+        assert exit_.value.code == 2
+        return capsys.readouterr().err
+
+    assert "there is there already" in refused(str(path), "--output", str(tmp_path / "there"))
+    assert "source" in refused(str(path), "--output", str(tmp_path / "out"))
+    main([str(path), "--output", str(tmp_path / "out"), "--model", str(tmp_path / "elsewhere")])
+    assert capsys.readouterr().out.strip() == str(tmp_path / "out")
+    os.truncate(path / "policy" / "rank-1-0.safetensors", 100)
+    assert "policy/rank-1-0.safetensors has 100 bytes" in refused(str(tmp_path / "run"), "--output", "x")
+    assert "no whole checkpoint: give the folder of a run" in refused(str(tmp_path), "--output", "x")
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "out", "run", "there"] and not os.path.exists("x")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from spmd_rl.config import ConfigError, MeshConfig
-from spmd_rl.mesh import (Mesh, Ranks, free_port, host_identity, preserved_process_state, say_once, seed_everything,
-                          split)
+from spmd_rl.mesh import (Mesh, Ranks, check_device, free_port, host_identity, preserved_process_state, say_once,
+                          seed_everything, shared_gpus, split)
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -97,7 +97,6 @@ def test_a_mesh_of_one_rank(mesh):
     assert mesh.all_gather({"x": 1}) == [{"x": 1}]
     assert mesh.gather_lists((1, 2)) == [1, 2]
     assert (mesh.all_true(True), mesh.all_true(False)) == (True, False)
-    assert mesh.is_first_on_host()
     mesh.barrier()
     mesh.leave_together()
     assert torch.distributed.is_initialized()
@@ -126,6 +125,37 @@ def test_a_cuda_device_that_is_not_there_is_refused():
     """Asking for CUDA without a GPU names the way out."""
     with pytest.raises(ConfigError, match="mesh.device cpu"):
         Mesh(MeshConfig(device="cuda"), 1, 0)
+
+
+@pytest.mark.parametrize("launched, refused", [
+    ({}, "8 GPUs and runs 1 rank: .*--nproc_per_node 8.*CUDA_VISIBLE_DEVICES=0"),
+    (LAUNCHED | {"LOCAL_WORLD_SIZE": "2"}, "8 GPUs and runs 2 ranks: .*CUDA_VISIBLE_DEVICES=0,1"),
+    (LAUNCHED | {"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "8"}, None),
+    (LAUNCHED, None),  # a launcher that does not say how many ranks a host has
+    (LAUNCHED | {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "9"}, "LOCAL_RANK is 9 but this host shows 8 GPUs"),
+])
+def test_case_70_ranks_that_are_not_the_hosts_gpus_are_refused(monkeypatch, launched, refused):
+    """More ranks than GPUs, or fewer: with both numbers and what to start. On CPUs any number is right."""
+    set_variables(monkeypatch, launched)
+    check_device(MeshConfig(device="cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    if refused is None:
+        check_device(MeshConfig())
+    else:
+        with pytest.raises(ConfigError, match=refused):
+            check_device(MeshConfig())
+
+
+@pytest.mark.parametrize("seen, said", [
+    ([("a", "x"), ("a", "y"), ("b", "x"), ("b", "y")], None),  # the same name on another host is another GPU
+    ([("a", None), ("a", None)], None),  # CPU ranks
+    ([("a", "x"), ("b", "x"), ("a", "x"), ("a", "z"), ("a", "x")], "ranks 0, 2, 4 have GPU x of one host"),
+])
+def test_a_gpu_of_two_ranks_is_named(seen, said):
+    """Each rank has a GPU of its own."""
+    found = shared_gpus(seen)
+    assert found is None if said is None else said in found
 
 
 def draw_all():

@@ -1,10 +1,13 @@
 """DeepSpeed's config from ours, and the buckets that weights are gathered in."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from spmd_rl.config import Config
-from spmd_rl.policy import _buckets, _make_optimizer, deepspeed_config
+from spmd_rl import shards
+from spmd_rl.config import Config, ConfigError
+from spmd_rl.policy import Engine, _buckets, _make_optimizer, deepspeed_config
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -80,3 +83,19 @@ def test_sgd_is_plain():
         net.weight.grad = torch.full((1, 1), 3.0)
         optimizer.step()
         assert net.weight.item() == pytest.approx(before - 1.5 * step)
+
+
+@pytest.mark.parametrize("mine, words", [
+    ({"a": (2, 3), "b": (4,)}, None),
+    ({"a": (2, 2), "b": (4,)}, r"1 parameters differ, a .*\(2, 3\) there, \(2, 2\) here"),
+    ({"a": (2, 3), "c": (4,)}, r"2 parameters differ, b .*\(4,\) there, None here")])
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, mine, words):
+    """Also where its tensors are larger, and the ranges that are asked for are all there."""
+    shards.write(str(tmp_path), "rank-0", [], {"a": (2, 3), "b": (4,)})
+    engine = SimpleNamespace(shapes=lambda: mine, _config=Config())
+    with shards.Shards(str(tmp_path)) as found:
+        if words is None:
+            Engine._check_shapes(engine, found)
+        else:
+            with pytest.raises(ConfigError, match=f"the checkpoint is of another model; {words}"):
+                Engine._check_shapes(engine, found)

@@ -86,10 +86,12 @@ def test_rotation_is_by_number_and_keeps_the_newest(tmp_path, keep, kept):
 
 
 def test_a_run_of_the_same_config_is_no_obstacle(config):
-    """More steps, other ranks and another place for checkpoints are the same run."""
+    """More steps, another layout and another place for checkpoints are the same run."""
     config.run.max_steps, config.run.max_train_minutes = 900, 5.0
     config.mesh.timeout_s, config.checkpoint.save_steps = 7.0, 3
-    run_folder.check(config, 4)
+    config.policy.zero_stage, config.batch.max_tokens_per_microbatch = 3, 512
+    config.rollout.tensor_parallel_size, config.rollout.gpu_memory_utilization = 2, 0.3
+    run_folder.check(config)
 
 
 def test_a_run_of_another_config_is_refused_by_its_fields(config):
@@ -97,13 +99,13 @@ def test_a_run_of_another_config_is_refused_by_its_fields(config):
     before = names_in(config.run.output_dir)
     config.policy.learning_rate, config.vllm = 0.5, {"max_num_seqs": 8}
     with pytest.raises(ConfigError) as error:
-        run_folder.check(config, 2)
+        run_folder.check(config)
     assert "policy.learning_rate 1e-06 there, 0.5 here" in str(error.value)
     assert "vllm.max_num_seqs None there, 8 here" in str(error.value)
     assert "--checkpoint.resume never" in str(error.value) and "model.path" not in str(error.value)
     assert names_in(config.run.output_dir) == before
     config.checkpoint.resume = "never"
-    run_folder.check(config, 2)
+    run_folder.check(config)
 
 
 def test_an_option_that_came_later_had_its_default(config, tmp_path):
@@ -112,30 +114,37 @@ def test_an_option_that_came_later_had_its_default(config, tmp_path):
     written = yaml.safe_load(path.read_text())
     del written["rollout"]["top_p"], written["metrics"]
     path.write_text(yaml.safe_dump(written))
-    run_folder.check(config, 2)
+    run_folder.check(config)
     config.rollout.top_p = 0.5
     with pytest.raises(ConfigError, match="rollout.top_p 1.0 there, 0.5 here"):
-        run_folder.check(config, 2)
+        run_folder.check(config)
 
 
-def test_case_66_other_ranks_are_refused_with_both_numbers(config, tmp_path):
-    """A checkpoint of two ranks for four: refused with both, in the folder and by path; as it was it is taken."""
-    path = make_checkpoint(tmp_path / "run", 3)
-    run_folder.check(config, 2)
-    for resume in ("auto", str(path)):
-        config.checkpoint.resume = resume
-        with pytest.raises(ConfigError, match="written with 2 ranks, and this run has 4 ranks.*export"):
-            run_folder.check(config, 4)
-
-
-def test_case_66_another_stage_is_refused_by_path(config, tmp_path):
-    """By path other options may differ, but not those that shape the states."""
+def test_another_optimizer_is_refused_by_path(config, tmp_path):
+    """By path other options may differ, the layout among them (case 66), but an optimizer has no use for another's
+    states: both are named, and the way out."""
     config.checkpoint.resume = str(make_checkpoint(tmp_path / "other", 3))
-    config.policy.learning_rate = 0.5
-    run_folder.check(config, 2)
-    config.policy.zero_stage = 3
-    with pytest.raises(ConfigError, match="policy.zero_stage 2, and this run has policy.zero_stage 3"):
-        run_folder.check(config, 2)
+    config.policy.learning_rate, config.policy.zero_stage = 0.5, 3
+    run_folder.check(config)
+    config.policy.optimizer = "sgd"
+    with pytest.raises(ConfigError, match="policy.optimizer is 'sgd'.* written with 'adamw'.*spmd-rl export"):
+        run_folder.check(config)
+
+
+def test_the_newest_whole_checkpoint_of_a_run(tmp_path):
+    """The one given, or the newest by number that is whole; where there is none, what is wrong with each."""
+    for step in (2, 9, 10):
+        make_checkpoint(tmp_path, step)
+    paths = [str(tmp_path / "checkpoints" / f"step-{step}") for step in (10, 9, 2)]
+    assert run_folder.newest_whole(str(tmp_path)) == paths[0]
+    assert run_folder.newest_whole(paths[2]) == paths[2]
+    for path in paths[:2]:
+        os.truncate(f"{path}/rank-0.pt", 1)
+    assert run_folder.newest_whole(str(tmp_path)) == paths[2]
+    with pytest.raises(ConfigError, match="step-10: rank-0.pt has 1 bytes, not 3"):
+        run_folder.newest_whole(paths[0])
+    with pytest.raises(ConfigError, match="no whole checkpoint: give the folder of a run"):
+        run_folder.newest_whole(str(tmp_path / "nowhere"))
 
 
 def test_a_path_without_a_checkpoint_is_refused(config, tmp_path):
@@ -143,7 +152,7 @@ def test_a_path_without_a_checkpoint_is_refused(config, tmp_path):
     for path in (tmp_path / "run", tmp_path / "nowhere"):
         config.checkpoint.resume = str(path)
         with pytest.raises(ConfigError, match="checkpoint.resume.*no checkpoint there"):
-            run_folder.check(config, 2)
+            run_folder.check(config)
 
 
 def test_a_new_run_moves_an_earlier_one_aside(config, tmp_path):

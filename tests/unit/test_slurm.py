@@ -72,8 +72,35 @@ def in_step(monkeypatch):
 
 
 def test_case_70_tasks_of_srun_are_ranks(in_step):
-    """Without torchrun; a single task is one rank."""
-    assert Ranks.from_environment() == Ranks(5, 7, 1)
+    """Without torchrun; the ranks meet at the first task of the first node, which is not this one."""
+    assert Ranks.from_environment() == Ranks(5, 7, 1, hosts_store=False)
+
+
+def test_the_ranks_meet_on_the_first_node_whoever_is_rank_0(in_step):
+    """srun may give rank 0 to another node (--distribution=arbitrary): the store is where MASTER_ADDR says, unless the
+    user has set that, which is rank 0's by torch's convention."""
+    in_step.setenv("SLURM_NODEID", "0")
+    in_step.setenv("SLURM_LOCALID", "0")
+    assert Ranks.from_environment() == Ranks(5, 7, 0, hosts_store=True)
+    assert Ranks.from_environment() == Ranks(5, 7, 0, hosts_store=True)  # now with the variables that the first has set
+    in_step.setenv("MASTER_ADDR", "10.0.0.9")
+    assert Ranks.from_environment() == Ranks(5, 7, 0)
+
+
+@pytest.mark.parametrize("absent", slurm.NEEDED)
+def test_case_70_missing_variables_are_named(in_step, absent):
+    """A container that passes only some of them on: no rank guesses the rest."""
+    in_step.delenv(absent)
+    with pytest.raises(ConfigError, match=f"7 tasks, but {absent} are not set.*container"):
+        Ranks.from_environment()
+
+
+def test_a_first_node_without_an_address_is_refused(in_step):
+    """With what to set, not a traceback of a socket."""
+    in_step.setattr(slurm.shutil, "which", lambda name: None)
+    in_step.setenv("SLURM_STEP_NODELIST", "no-such-host[1-2].invalid")
+    with pytest.raises(ConfigError, match="no-such-host.*set MASTER_ADDR"):
+        Ranks.from_environment()
 
 
 def test_case_70_one_task_is_one_rank(in_step):
