@@ -93,6 +93,7 @@ def _check_ranges(c: Config) -> None:
         "batch.num_minibatches": c.batch.num_minibatches, "policy.max_nonfinite_steps": c.policy.max_nonfinite_steps,
         "loss.sapo_temperature_pos": c.loss.sapo_temperature_pos,
         "loss.sapo_temperature_neg": c.loss.sapo_temperature_neg, "checkpoint.keep": c.checkpoint.keep,
+        "rewards.timeout_s": c.rewards.timeout_s, "rewards.memory_gib": c.rewards.memory_gib,
     }
     for name, value in positive.items():
         _require(value > 0, name, value, "set it above 0")
@@ -104,6 +105,7 @@ def _check_ranges(c: Config) -> None:
         "evaluate.eval_steps": c.evaluate.eval_steps, "rollout.top_k": r.top_k, "rollout.min_tokens": r.min_tokens,
         "rollout.resample_rounds": r.resample_rounds, "loss.entropy_coef": c.loss.entropy_coef,
         "loss.ref_model_sync_steps": c.loss.ref_model_sync_steps, "rewards.overlong_buffer": c.rewards.overlong_buffer,
+        "rewards.num_workers": c.rewards.num_workers,
     }
     for name, value in not_negative.items():
         _require(value >= 0, name, value, "set it to 0 or more")

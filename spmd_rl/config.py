@@ -128,7 +128,8 @@ class RewardsConfig:
     """Scoring of completions."""
 
     functions: list[str] = field(default_factory=lambda: ["exact_match"])
-    """exact_match, regex, math_verify, reasoning_gym, soft_overlong, or the user's own as module:function."""
+    """exact_match, regex, think_format, math_verify, reasoning_gym, soft_overlong, length_penalty, or the user's own as
+    module:function or path/to/file.py:function (verl's compute_score too)."""
     weights: list[float] | None = None
     """Weight of each function in the sum; all 1 if absent."""
     answer_column: str = "answer"
@@ -137,6 +138,18 @@ class RewardsConfig:
     """Pattern that the regex reward searches for in a completion (re.DOTALL)."""
     overlong_buffer: int = 0
     """Last tokens before rollout.max_completion_length over which soft_overlong falls from 0 to -1 (DAPO)."""
+    num_workers: int = 4
+    """Processes a rank that score, a completion a call; 0 is the trainer's own, all of a rank's completions a call,
+    without limits: for functions that compare completions."""
+    timeout_s: float = 10.0
+    """Longest time in seconds of a function for one completion; then its process is ended."""
+    memory_gib: float = 4.0
+    """Memory in GiB that a function may take in its process, beside what it has when loaded."""
+    on_error: Literal["raise", "skip"] = "raise"
+    """A function that raises, or returns a wrong length or type: end the run, or count it and go on."""
+    failed_reward: float | None = None
+    """Reward where a function has failed (time, memory, crash, NaN; errors with skip); null leaves the function out of
+    that completion's sum."""
 
 
 @dataclass

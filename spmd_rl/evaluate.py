@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from spmd_rl.batch import Prompt
 from spmd_rl.metrics import completion_metrics
 from spmd_rl.rollout import STEP_EVALUATION, Sampling
-from spmd_rl.step import Parts
+from spmd_rl.step import Parts, sample_and_score
 
 
 def evaluate(parts: Parts, prompts: Sequence[Prompt]) -> dict[str, float]:
@@ -14,15 +14,9 @@ def evaluate(parts: Parts, prompts: Sequence[Prompt]) -> dict[str, float]:
     The engines share the prompts, the ranks of an engine the scoring. The engine must be ready; nothing of
     the training state changes.
     """
-    mine = parts.mesh.engine_share(range(len(prompts)))
-    first = mine[0] if mine else 0
-    parts.weight_sync.check_current()
     with parts.metrics.timed("evaluate"):
         sampling = Sampling(1, parts.config.rollout.max_completion_length, greedy=True)
-        sampled = parts.rollout.generate([prompts[i] for i in mine], first, STEP_EVALUATION, sampling)
-        scored = parts.mesh.rank_share_of_engine(sampled)
-        parts.rewards.score([prompts[c.group] for c in scored], scored)
-        completions = parts.mesh.gather_lists(scored)
+        completions = sample_and_score(parts, prompts, 0, STEP_EVALUATION, sampling)
     found = completion_metrics(completions, parts.rewards.names)
     kept = ["reward", "completions/mean_length", "completions/clipped_ratio"]
     kept += [name for name in found if name.startswith("rewards/")]

@@ -52,7 +52,8 @@ def load_inputs(config: Config, world_size: int) -> Inputs:
     prompts, dropped = {}, {}
     for path in (config.data.train, config.data.eval):
         prompts[path], dropped[path] = load_prompts(path, tokenizer, config.data) if path else ([], [])
-        rewards.check_columns(prompts[path], str(path))
+        for prompt in prompts[path]:
+            rewards.check_row(prompt.columns, f"{path}, row {prompt.row}")
     loss, advantages = config.loss.loss_type, config.advantages.function
     return Inputs(hf_config, tokenizer, prompts[config.data.train], prompts[config.data.eval], rewards,
                   load_function(advantages, "advantages.function") if advantages else None,
@@ -146,6 +147,7 @@ class Job:
         parts = self.parts
         parts.metrics.close()
         parts.memory.close()
+        parts.rewards.close()
         self.mesh.leave_together()
         parts.policy.close()
         if parts.reference:

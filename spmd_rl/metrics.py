@@ -130,6 +130,10 @@ def completion_metrics(completions: Sequence[Completion], reward_names: Sequence
     }
     for i, name in enumerate(reward_names):
         scored = [r for c in completions if (r := c.rewards[i]) is not None]
+        failures = [c.failures[name] for c in completions if name in c.failures]
+        metrics[f"rewards/{name}/failed"] = len(failures)
+        for failure in sorted(set(failures)):
+            metrics[f"rewards/{name}/failed_by_{failure}"] = failures.count(failure)
         metrics[f"rewards/{name}/unscored"] = len(completions) - len(scored)
         if scored:
             metrics[f"rewards/{name}/mean"] = _mean(scored)

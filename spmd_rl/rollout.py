@@ -10,7 +10,7 @@ import enum
 import glob
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,11 +72,13 @@ class Rollout:
 
     # Sampling. --------------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Sequence[Prompt], first_group: int, step: int, sampling: Sampling) -> list[Completion]:
+    def generate(self, prompts: Sequence[Prompt], first_group: int, step: int, sampling: Sampling,
+                 on_finished: Callable[[int, Completion], None] = lambda place, completion: None) -> list[Completion]:
         """Completions of this engine's prompts, `num_generations` each, in order; no prompts is no work.
 
-        first_group: index in the step of prompts[0]; a completion's group counts from it. Raises
-        RuntimeError unless the engine is awake with whole weights.
+        first_group: index in the step of prompts[0]; a completion's group counts from it. on_finished: called with
+        place and completion as each ends, while the engine samples the others. Raises RuntimeError unless the engine is
+        awake with whole weights.
         """
         if self.state is not EngineState.READY or self.version is None:
             raise RuntimeError(f"cannot generate: the engine is {self.state.value}, weights version {self.version}")
@@ -86,16 +88,41 @@ class Rollout:
             return []
         parameters = [self._parameters(sampling, request_seed(self._config.run.seed, step, group, sample))
                       for group, _, sample in places]
-        with preserved_process_state():
-            outputs = self._llm.generate([{"prompt_token_ids": prompt.token_ids} for _, prompt, _ in places],
-                                         parameters, use_tqdm=False)
-        assert len(outputs) == len(places), f"{len(outputs)} outputs for {len(places)} requests"
-        completions = [self._completion(output, group, sample)
-                       for output, (group, _, sample) in zip(outputs, places, strict=True)]
-        texts = self._tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-        for completion, text in zip(completions, texts, strict=True):
+        completions: dict[int, Completion] = {}
+
+        def take(place: int, output: Any) -> None:
+            group, _, sample = places[place]
+            completion = completions[place] = self._completion(output, group, sample)
+            text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
             completion.text = before_stop(text, self._config.rollout.stop)
-        return completions
+            on_finished(place, completion)
+
+        with preserved_process_state(), self._finished_outputs(take):
+            self._llm.generate([{"prompt_token_ids": prompt.token_ids} for _, prompt, _ in places], parameters,
+                               use_tqdm=False)
+        assert len(completions) == len(places), f"{len(completions)} outputs for {len(places)} requests"
+        return [completions[place] for place in range(len(places))]
+
+    @contextlib.contextmanager
+    def _finished_outputs(self, take: Callable[[int, Any], None]) -> Iterator[None]:
+        """In the block, `take` gets each request's place and output from the engine step that ends it: vLLM's
+        `generate` hands them out at the end only."""
+        engine = self._llm.llm_engine
+        first = next(self._llm.request_counter) + 1  # ids of requests count up from here
+        engine_step = engine.step
+
+        def step() -> Any:
+            outputs = engine_step()
+            for output in outputs:
+                if output.finished:
+                    take(int(output.request_id) - first, output)
+            return outputs
+
+        engine.step = step
+        try:
+            yield
+        finally:
+            engine.step = engine_step
 
     def _parameters(self, sampling: Sampling, seed: int) -> Any:
         r = self._config.rollout

@@ -44,6 +44,7 @@ def main(args: list[str] | None = None) -> None:
         _say_plan(config, inputs, world_size, device)
         return
     stop = StopRequest(config.run.max_train_minutes)
+    inputs.rewards.start()  # its processes are forked from one that has never seen a GPU
     try:
         mesh = Mesh(config.mesh, config.rollout.tensor_parallel_size, config.run.seed)
         plan = memory_plan(config, inputs, world_size, mesh.smallest_device_bytes())

@@ -81,7 +81,17 @@ def test_completion_metrics_by_hand(completion):
         "reward": 0.75, "reward_std": 0.353553, "frac_reward_zero_std": 0.5, "completions/mean_length": 3.0,
         "completions/min_length": 1, "completions/max_length": 6, "completions/clipped_ratio": 0.25,
         "num_tokens": 20, "num_completion_tokens": 12, "rewards/exact/mean": 0.75, "rewards/exact/unscored": 0,
-        "rewards/format/mean": 0.25, "rewards/format/unscored": 2}, abs=1e-6)
+        "rewards/format/mean": 0.25, "rewards/format/unscored": 2, "rewards/exact/failed": 0,
+        "rewards/format/failed": 0}, abs=1e-6)
+
+
+def test_failures_are_counted_by_kind(completion):
+    """Three of four failed on one function: two by time and one by a crash; the other function never."""
+    failures = [{"math": "timeout"}, {}, {"math": "crash"}, {"math": "timeout"}]
+    found = completion_metrics([completion([1], rewards=[None, 1.0], failures=f) for f in failures], ["math", "form"])
+    assert {name: value for name, value in found.items() if "failed" in name} == {
+        "rewards/math/failed": 3, "rewards/math/failed_by_timeout": 2, "rewards/math/failed_by_crash": 1,
+        "rewards/form/failed": 0}
 
 
 def test_a_reward_that_never_applies_has_no_mean(completion):
