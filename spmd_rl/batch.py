@@ -30,6 +30,8 @@ class Prompt:
     token_ids: list[int]
     columns: dict[str, Any]
     """The row's other columns, for the rewards."""
+    source: str = ""
+    """The file or data set that the row is of."""
 
 
 @dataclass

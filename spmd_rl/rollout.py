@@ -2,7 +2,7 @@
 
 An engine is `tensor_parallel_size` neighbouring ranks under vLLM's external launcher: each rank calls
 the same methods with the same arguments, and there is no server and no worker process. The engine starts
-with dummy weights and never reads the model's: they come from the policy.
+with dummy weights, and those of the model come from the policy, unless there is none.
 """
 
 import contextlib
@@ -40,17 +40,19 @@ class Sampling:
 
     num_generations: int
     max_tokens: int
-    greedy: bool = False
+    temperature: float | None = None
+    """For evaluation, without the rollout's truncation and penalties, 0 is greedy; None samples as the rollout does."""
 
 
 class Rollout:
     """One rank's part of a rollout engine."""
 
-    def __init__(self, config: Config, mesh: Mesh, tokenizer: Any, sleeps: bool) -> None:
+    def __init__(self, config: Config, mesh: Mesh, tokenizer: Any, sleeps: bool, reads_weights: bool = False) -> None:
         """Build the engine; collective over all ranks, after the default process group. It ends up asleep.
 
-        sleeps: whether it gives its memory away between rollouts; else it keeps it, and is never asleep. Raises
-        ConfigError where vLLM is not installed or does not know the model.
+        sleeps: whether it gives its memory away between rollouts; else it keeps it, and is never asleep. reads_weights:
+        take those of the model's folder, where no policy will give any; it is ready then. Raises ConfigError where
+        vLLM is not installed or does not know the model.
         """
         self._config, self._mesh, self._tokenizer = config, mesh, tokenizer
         self._sleeps = sleeps
@@ -61,7 +63,13 @@ class Rollout:
             self._vllm = _import_vllm(mesh)
             if mesh.device.type == "cpu":
                 _name_shared_memory(mesh.all_gather(os.getpid())[0])
-            self._llm: Any = self._vllm.LLM(**engine_arguments(config, mesh, self._frees))
+            arguments = engine_arguments(config, mesh, self._frees)
+            if reads_weights:
+                arguments["load_format"] = "auto"
+            self._llm: Any = self._vllm.LLM(**arguments)
+        if reads_weights:
+            self.state, self.version = EngineState.READY, 0
+            return
         self.state = EngineState.WEIGHTS_AWAKE  # and the KV cache, over weights that mean nothing
         self.sleep()
 
@@ -126,7 +134,8 @@ class Rollout:
 
     def _parameters(self, sampling: Sampling, seed: int) -> Any:
         r = self._config.rollout
-        shaped: dict[str, Any] = dict(temperature=0.0) if sampling.greedy else dict(
+        shaped: dict[str, Any] = dict(
+            temperature=sampling.temperature, seed=seed) if sampling.temperature is not None else dict(
             temperature=r.temperature, top_p=r.top_p, top_k=r.top_k or -1, min_p=r.min_p,
             repetition_penalty=r.repetition_penalty, presence_penalty=r.presence_penalty,
             frequency_penalty=r.frequency_penalty, seed=seed)

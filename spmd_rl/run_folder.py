@@ -19,13 +19,14 @@ METRICS, CONFIG, MEMORY = "metrics.jsonl", "config.yaml", "memory.jsonl"
 CHECKPOINTS = "checkpoints"
 STATE, MANIFEST = "state.json", "manifest.json"
 # What the program writes into a run's folder: this and nothing else is moved aside.
-OWN_NAMES = re.compile(r"(metrics\.jsonl|memory\.jsonl|config\.yaml|summary\.json|report\.png|tensorboard|checkpoints"
+OWN_NAMES = re.compile(r"(metrics\.jsonl|memory\.jsonl|config\.yaml|summary\.json|report\.html|tensorboard|checkpoints"
+                       r"|completions\.jsonl|profile|wandb|eval\.json|eval_samples\.jsonl"
                        r"|export(-\d+)?(\.writing|\.replaced)?)")
 CHECKPOINT_NAME = re.compile(r"step-(\d+)")
 EARLIER_NAME = re.compile(r"earlier-(\d+)")
 # Options that a run may change when it goes on: they change how far and how it runs, not what it computes.
 FREE_SECTIONS = ("mesh", "checkpoint")
-FREE_FIELDS = ("run.output_dir", "run.max_steps", "run.max_train_minutes")
+FREE_FIELDS = ("run.output_dir", "run.max_steps", "run.max_train_minutes", "run.profile_steps")
 # Options that decide the shape of what a checkpoint holds.
 LAYOUT_FIELDS = ("policy.zero_stage", "policy.optimizer", "model.dtype")
 

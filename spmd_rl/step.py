@@ -21,16 +21,22 @@ from spmd_rl.weight_sync import WeightSync
 
 
 @dataclass
-class Parts:
-    """The nouns whose verbs a step calls; `job` makes them."""
+class SamplingParts:
+    """What sampling and scoring need: also without a policy."""
 
     config: Config
     mesh: Mesh
     metrics: Metrics
-    tokenizer: Any
-    sampler: PromptSampler
     rewards: Rewards
     rollout: Rollout
+
+
+@dataclass
+class Parts(SamplingParts):
+    """The nouns whose verbs a step calls; `job` makes them."""
+
+    tokenizer: Any
+    sampler: PromptSampler
     policy: Policy
     reference: Reference | None
     weight_sync: WeightSync
@@ -47,6 +53,7 @@ def train_step(parts: Parts, step: int) -> dict[str, float]:
             learn(parts, completions)
         refresh_reference(parts, step)
         sync(parts)
+    parts.metrics.add_system()
     return with_throughput(parts.metrics.reduce())
 
 
@@ -71,17 +78,19 @@ def sample(parts: Parts, step: int) -> list[Completion]:
     for name, value in completion_metrics(completions, parts.rewards.names).items():
         metrics.maximum(name, value)  # every rank has them all
     metrics.maximum("epoch", parts.sampler.epoch(step))
+    metrics.samples(step + 1, completions, parts.tokenizer, parts.rewards.names)
     return completions
 
 
 def sample_prompts(parts: Parts, prompts: Sequence[Prompt], first_group: int, step: int) -> list[Completion]:
     """Completions of all ranks for these prompts, scored; groups count from `first_group`. Collective."""
     config = parts.config
+    parts.weight_sync.check_current()
     sampling = Sampling(config.rollout.num_generations, config.rollout.max_completion_length)
     return sample_and_score(parts, prompts, first_group, step, sampling)
 
 
-def sample_and_score(parts: Parts, prompts: Sequence[Prompt], first_group: int, step: int,
+def sample_and_score(parts: SamplingParts, prompts: Sequence[Prompt], first_group: int, step: int,
                      sampling: Sampling) -> list[Completion]:
     """Completions of all ranks with rewards; each is scored as it ends, by one of its engine's ranks. Collective."""
     mesh, metrics = parts.mesh, parts.metrics
@@ -93,7 +102,6 @@ def sample_and_score(parts: Parts, prompts: Sequence[Prompt], first_group: int, 
         if place in to_score:
             parts.rewards.submit(prompts[completion.group - first_group], completion)
 
-    parts.weight_sync.check_current()
     with metrics.timed("rollout"):
         sampled = parts.rollout.generate([prompts[i] for i in mine], first, step, sampling, submit)
     with metrics.timed("reward"):

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from spmd_rl.config import MetricsConfig
-from spmd_rl.metrics import Console, JsonLines, Metrics, combine, completion_metrics, make_sinks, with_throughput
+from spmd_rl.metrics import Metrics, as_samples, combine, completion_metrics, lag, with_throughput
+from spmd_rl.sinks import Console, JsonLines, TensorBoard, check, make_sinks, markdown_table, read_lines
 
 
 @pytest.mark.parametrize("split", [[[1, 2, 3, 6]], [[1, 2], [3, 6]], [[1], [2, 3, 6]], [[], [1, 2, 3, 6]],
@@ -108,7 +109,7 @@ def test_case_28_excluded_rows_are_counted(completion):
 
 def test_every_line_of_the_file_is_one_step(tmp_path):
     """Written and flushed step by step: what a killed run leaves is whole lines."""
-    sink = JsonLines(str(tmp_path / "metrics.jsonl"))
+    sink = JsonLines(str(tmp_path))
     sink.write(1, {"reward": 0.1 + 0.2, "kl": 1e-30})
     sink.write(2, {"reward": 1.0})
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -128,7 +129,7 @@ def test_the_console_has_a_line_a_step(capsys, step, bar):
 @pytest.mark.parametrize("tensorboard", [False, True])
 def test_a_run_has_its_sinks_in_its_folder(tmp_path, mesh, capsys, tensorboard):
     """metrics.jsonl always, TensorBoard where asked, and what is written to all can be read back."""
-    metrics = Metrics(mesh, make_sinks(MetricsConfig(tensorboard=tensorboard), str(tmp_path), 2))
+    metrics = Metrics(mesh, make_sinks(MetricsConfig(tensorboard=tensorboard), str(tmp_path), 2, 0, {}))
     metrics.write(1, {"reward": 0.5, "rewards/exact/mean": 0.25})
     metrics.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "reward": 0.5,
