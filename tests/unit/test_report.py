@@ -87,8 +87,8 @@ def test_the_figures_are_those_that_the_run_has_something_for(tmp_path):
     """Of a whole run: a figure for each of its metrics, the phases, and none that would be empty."""
     made = page([read_run(write(tmp_path / "run", ROWS["a run"]), "run")])
     titles = re.findall(r'<figure aria-label="(.*?)">', made)
-    assert set(titles) == {"Reward (sampled)", "Held out", "Completion length (tokens)", "KL to the reference", "Entropy",
-                           "Clipped tokens", "Sampler against policy", "Seconds a step", "Memory by phase (GiB)",
+
+
                            "Failed rewards", "Seconds a phase: run"}
     assert set(titles) <= set(FIGURES) | {"Seconds a phase: run"}
     assert made.count("<svg") == len(titles)
@@ -98,7 +98,9 @@ def test_any_text_is_shown_and_none_is_executed(tmp_path):
     """Tags, quotes, control characters and what is no Unicode: as text, or as their escapes."""
     made = page([read_run(write(tmp_path / "run", [EVALUATION], [sample(1)]), "run")])
     made.encode()
-    assert "&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt; &amp; | `a` \\x00 \\ud800 \\u202e 😀\n  &lt;think&gt;" in made
+    shown = ("&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt; &amp; | `a` \\x00 \\ud800 \\u202e 😀\n"
+             "  &lt;think&gt;")
+    assert shown in made
     assert "exact timeout" in made
 
 
