@@ -87,9 +87,9 @@ def test_the_figures_are_those_that_the_run_has_something_for(tmp_path):
     """Of a whole run: a figure for each of its metrics, the phases, and none that would be empty."""
     made = page([read_run(write(tmp_path / "run", ROWS["a run"]), "run")])
     titles = re.findall(r'<figure aria-label="(.*?)">', made)
-
-
-                           "Failed rewards", "Seconds a phase: run"}
+    assert set(titles) == {"Reward (sampled)", "Held out", "Completion length (tokens)", "KL to the reference",
+                           "Entropy", "Clipped tokens", "Sampler against policy", "Seconds a step",
+                           "Memory by phase (GiB)", "Failed rewards", "Seconds a phase: run"}
     assert set(titles) <= set(FIGURES) | {"Seconds a phase: run"}
     assert made.count("<svg") == len(titles)
 
