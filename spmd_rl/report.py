@@ -18,6 +18,7 @@ import yaml
 from spmd_rl.sinks import SAMPLES, read_lines
 
 PHASES = ("rollout", "reward", "gather", "reference", "old_logprobs", "train", "optimizer", "sync", "swap")
+MOVES_SHOWN = 40  # of the memory timeline: the last steps
 SAMPLES_SHOWN = 8  # of the first, a middle and the last step that has some
 # Title -> patterns of the metrics in it; a figure that no run has anything for is left out.
 FIGURES = {
@@ -64,6 +65,8 @@ class Run:
     samples: list[Row]
     options: dict[str, Any]
     """section.name -> value."""
+    memory: list[Row]
+    """What was on the device at each change of phase."""
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
         """Steps and values of a metric."""
@@ -103,7 +106,9 @@ def read_run(path: str, name: str) -> Run:
         with open(config, encoding="utf-8") as file:
             options = {f"{section}.{key}": value for section, values in (yaml.safe_load(file) or {}).items()
                        for key, value in (values or {}).items()}
-    return Run(name, rows, read_lines(samples) if os.path.exists(samples) else [], options)
+    timeline = os.path.join(path, "memory.jsonl")
+    samples_found, memory = (read_lines(file) if os.path.exists(file) else [] for file in (samples, timeline))
+    return Run(name, rows, samples_found, options, memory)
 
 
 def page(runs: list[Run]) -> str:
@@ -113,7 +118,7 @@ def page(runs: list[Run]) -> str:
     matplotlib.use("Agg")
     title = html.escape(", ".join(run.name for run in runs))
     figures = [figure for name, patterns in FIGURES.items() if (figure := curves(runs, name, patterns))]
-    figures += [figure for run in runs if (figure := phase_stack(run))]
+    figures += [figure for run in runs for make in (phase_stack, memory_stack) if (figure := make(run))]
     parts = [f"<h1>{title}</h1>", summary(runs), differences(runs), "<h2>Figures</h2>",
              f'<div class="figures">{"".join(figures)}</div>', *(sample_table(run) for run in runs)]
     return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
@@ -225,6 +230,27 @@ def phase_stack(run: Run) -> str:
     axis.set_title(title)
     axis.set_xlabel("step")
     axis.legend(loc="upper right", fontsize="x-small")
+    return _svg(figure, title)
+
+
+def memory_stack(run: Run) -> str:
+    """Who is on the device over the last steps, one upon the other, below what the driver sees."""
+    lines = run.memory[-MOVES_SHOWN:]
+    if not lines:
+        return ""
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(6.4, 3.6), layout="constrained")
+    seconds = [line["time"] - lines[0]["time"] for line in lines]
+    names = list(dict.fromkeys(name for line in lines for name, gib in line["tenants_gib"].items() if gib))
+    if names:
+        axis.stackplot(seconds, [[line["tenants_gib"].get(name, 0.0) for line in lines] for name in names],
+                       labels=names, step="post")
+    axis.step(seconds, [line["used_gib"] for line in lines], where="post", color="black", label="in use")
+    title = f"Memory timeline (GiB): {run.name}"
+    axis.set_title(title)
+    axis.set_xlabel("seconds, the last steps")
+    axis.legend(loc="best", fontsize="x-small")
     return _svg(figure, title)
 
 

@@ -94,6 +94,18 @@ def test_the_figures_are_those_that_the_run_has_something_for(tmp_path):
     assert made.count("<svg") == len(titles)
 
 
+def test_the_memory_timeline_shows_who_is_on_the_device(tmp_path):
+    """A figure of the last changes of phase, also where no tenant has a size (on a CPU)."""
+    for name, tenants in (("gpu", {"KV cache": 30.0, "masters": 12.0}), ("cpu", {})):
+        folder = write(tmp_path / name, ROWS["a run"])
+        with open(f"{folder}/memory.jsonl", "w") as file:
+            for number in range(50):
+                line = {"time": 100.0 + number, "phase": "train", "used_gib": 44.0, "tenants_gib": tenants}
+                file.write(json.dumps(line) + "\n")
+        made = page([read_run(folder, name)])
+        assert f"Memory timeline (GiB): {name}" in made
+
+
 def test_any_text_is_shown_and_none_is_executed(tmp_path):
     """Tags, quotes, control characters and what is no Unicode: as text, or as their escapes."""
     made = page([read_run(write(tmp_path / "run", [EVALUATION], [sample(1)]), "run")])
