@@ -71,8 +71,8 @@ class RewardPool:
         code = f"from spmd_rl.reward_pool import serve; serve({theirs.fileno()})"
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         # A session of its own: Ctrl-C in a terminal is the trainer's.
-        self._process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()], env=environment,
-                                         stdin=subprocess.DEVNULL, start_new_session=True)
+        self._process = subprocess.Popen([sys.executable, "-P", "-c", code], pass_fds=[theirs.fileno()],
+                                         env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         theirs.close()
         self._connection = Connection(ours.detach())
         self._send((os.getpid(), config, max_completion_length, async_functions))
@@ -209,6 +209,7 @@ class Server:
 
     def _fork(self, is_async_kind: bool) -> Worker:
         ours, theirs = socket.socketpair()
+        server = os.getpid()
         pid = os.fork()
         if pid == 0:
             ours.close()
@@ -216,7 +217,7 @@ class Server:
             for pool in self._workers.values():
                 for other in pool:
                     other.connection.close()
-            work(Connection(theirs.detach()), self._config, self._longest, is_async_kind)
+            work(server, Connection(theirs.detach()), self._config, self._longest, is_async_kind)
         theirs.close()
         return Worker(pid, Connection(ours.detach()), ASYNC_CALLS if is_async_kind else 1)
 
@@ -291,10 +292,11 @@ class Server:
 # A worker. -----------------------------------------------------------------------------------------------------------
 
 
-def work(connection: Connection, config: RewardsConfig, max_completion_length: int, is_async_kind: bool) -> NoReturn:
+def work(server: int, connection: Connection, config: RewardsConfig, max_completion_length: int,
+         is_async_kind: bool) -> NoReturn:
     """A worker's whole life: load the functions, say so, score."""
     try:
-        _end_with(os.getppid())
+        _end_with(server)
         os.setsid()  # the server ends the group: what a reward has started goes with it
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         try:

@@ -96,12 +96,14 @@ class Rewards:
         if not waiting:
             return
         outcomes = self._pool.collect() if self._pool else {}
+        # They were submitted as they ended: a function that compares wants a prompt's together.
+        keys = sorted(range(len(waiting)), key=lambda key: (waiting[key][1].group, waiting[key][1].sample))
         for number in range(len(self._functions)):
             if number not in self._in_pool:
-                values = self._in_trainer(number, waiting)
-                outcomes |= {(key, number): Outcome(value) for key, value in enumerate(values)}
-        for key, (prompt, completion) in enumerate(waiting):
-            self._fill(prompt, completion, [outcomes[key, number] for number in range(len(self._functions))])
+                values = self._in_trainer(number, [waiting[key] for key in keys])
+                outcomes |= {(key, number): Outcome(value) for key, value in zip(keys, values, strict=True)}
+        for key in keys:
+            self._fill(*waiting[key], [outcomes[key, number] for number in range(len(self._functions))])
 
     def _arguments(self, scored: Sequence[tuple[Prompt, Completion]]) -> dict[str, list]:
         columns = {name: [prompt.columns.get(name) for prompt, _ in scored] for name in sorted(self._columns)}

@@ -183,6 +183,19 @@ def test_the_reward_is_the_weighted_sum_of_what_applies(user_rewards, completion
     assert [c.reward for c in completions] == [9.5, 0.5]
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_completions_that_end_in_any_order_are_scored_in_theirs(user_rewards, completion, num_workers):
+    """In the trainer a function sees a prompt's completions together, by prompt and sample; each gets its own reward."""
+    rewards = user_rewards("def place(completions, **columns):\n    return [100.0 * i + float(text) for i, text in "
+                           "enumerate(completions)]\n", "place", num_workers=num_workers)
+    made = [completion([1], text=str(10 * g + s), group=g, sample=s) for g in range(2) for s in range(3)]
+    for i in (4, 0, 5, 2, 3, 1):
+        rewards.submit(Prompt(0, "p", [1], {}), made[i])
+    rewards.collect()
+    places = range(6) if num_workers == 0 else [0] * 6
+    assert [c.reward for c in made] == [100.0 * i + float(c.text) for i, c in zip(places, made, strict=True)]
+
+
 def test_weights_are_one_if_absent(user_rewards, completion):
     """length + ids: 2 + (1 + 5) = 8."""
     rewards = user_rewards(SOURCE, "length", "ids")
