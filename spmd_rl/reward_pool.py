@@ -260,13 +260,14 @@ class Server:
             if any(now - call.started >= self._limit_s(worker) for call in worker.calls):
                 self._replace(worker, "timeout", f"longer than rewards.timeout_s, {self._config.timeout_s:g}")
             elif not worker.is_ready and now - worker.born >= START_S:
+                self._end(worker)
                 self._fault = f"importing them took longer than {START_S:g} s"
 
     def _replace(self, worker: Worker, failure: str, detail: str) -> None:
         """End a worker. The function that it was at has failed; what it had not come to is done by another."""
         status = self._end(worker)
         if failure == "crash":
-            detail = f"exit code {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
+            detail = f"exit code {status}" if status >= 0 else f"signal {-status}, {signal.strsignal(-status)}"
             if not worker.is_ready:
                 self._fault = self._fault or f"the process ended while it loaded them: {detail}"
         for call in worker.calls:
@@ -299,6 +300,7 @@ def work(server: int, connection: Connection, config: RewardsConfig, max_complet
         _end_with(server)
         os.setsid()  # the server ends the group: what a reward has started goes with it
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is killed, never flushed
         try:
             functions = [find(name, config, max_completion_length) for name in config.functions]
         except BaseException:

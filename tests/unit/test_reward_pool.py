@@ -193,6 +193,18 @@ def test_scoring_goes_on_while_the_trainer_is_busy(make, completion):
     assert [c.reward for c in completions] == [1.0] * 4
 
 
+def test_what_a_function_prints_is_seen(tmp_path, completion, capfd):
+    """At once, though its process is never ended in peace; one that runs on is ended with its detail."""
+    path = tmp_path / "mine.py"
+    path.write_text("import os, signal\ndef score(completions, **columns):\n    print('saw', completions[0])\n"
+                    "    if completions[0] == 'y': os.kill(os.getpid(), 36)\n    return [1.0]\n")
+    rewards = Rewards(RewardsConfig(functions=[f"{path}:score"], num_workers=1))
+    scored(rewards, completion, ["x", "y"])
+    rewards.close()
+    captured = capfd.readouterr()
+    assert "saw x\n" in captured.out and "saw y\n" in captured.out and "crash: signal 36" in captured.err
+
+
 def test_a_step_follows_another(make, completion):
     """Nothing of a step is left for the next, also after poison."""
     rewards = make("poison")

@@ -185,7 +185,7 @@ def test_the_reward_is_the_weighted_sum_of_what_applies(user_rewards, completion
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_completions_that_end_in_any_order_are_scored_in_theirs(user_rewards, completion, num_workers):
-    """In the trainer a function sees a prompt's completions together, by prompt and sample; each gets its own reward."""
+    """In the trainer a function sees a prompt's completions together, in order; each gets its own reward."""
     rewards = user_rewards("def place(completions, **columns):\n    return [100.0 * i + float(text) for i, text in "
                            "enumerate(completions)]\n", "place", num_workers=num_workers)
     made = [completion([1], text=str(10 * g + s), group=g, sample=s) for g in range(2) for s in range(3)]
