@@ -10,6 +10,7 @@ from launching import load_tool
 
 from spmd_rl.config import Config, as_dict, parse
 from spmd_rl.rewards import Rewards
+from spmd_rl.train import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("launch/*.md")])
@@ -75,8 +76,8 @@ def test_configs_are_read(path):
     Rewards(config.rewards, config.rollout.max_completion_length)
 
 
-def test_gsm8k_becomes_our_form(tmp_path, monkeypatch, capsys):
-    """The number after #### without its commas is the answer, and math-verify takes it."""
+def test_gsm8k_becomes_our_form(tmp_path, monkeypatch, capsys, model_folder):
+    """The number after #### without its commas is the answer; the recipe's config takes what comes out."""
     tool = load_tool("make_gsm8k")
     rows = [{"question": "How many? ", "answer": "1,000 + 2 = <<1000+2=1002>>1,002 of them.\n#### 1,002"}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -85,6 +86,11 @@ def test_gsm8k_becomes_our_form(tmp_path, monkeypatch, capsys):
     tool.main()
     row, = map(json.loads, output.read_text().splitlines())
     assert row["answer"] == "1002" and row["prompt"][0]["content"].startswith("How many? Let's think")
+    pytest.importorskip("math_verify")
+    main(["--config", str(ROOT / "launch/configs/gsm8k_qwen2.5_0.5b_1gpu.yaml"), "--dry_run", "--mesh.device", "cpu",
+          "--model.path", model_folder("qwen2"), "--data.train", str(output), "--data.eval", str(output),
+          "--run.output_dir", str(tmp_path / "run")])
+    assert "64 prompts x 8 = 512 completions" in capsys.readouterr().out
     (tmp_path / "in.jsonl").write_text('{"question": "x", "answer": "no mark"}\n')
     with pytest.raises(SystemExit):
         tool.main()
