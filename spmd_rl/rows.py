@@ -109,7 +109,11 @@ class Table:
         except KeyError:
             raise ConfigError(f"{field} is {path!r}: it has no split {split!r} but {', '.join(table)}; "
                               f"write {path}@SPLIT") from None
+        except IndexError:  # what the library makes of a saved table without rows
+            raise ConfigError(f"{path}: no rows") from None
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            if "corresponds to no data" in str(error):
+                raise ConfigError(f"{path}: no rows in split {split!r}") from None
             raise ConfigError(f"{field} is {path!r}, split {split!r}: {error}") from None
         self._table = table
 

@@ -4,6 +4,7 @@ import copy
 import json
 import random
 import re
+from pathlib import Path
 
 import pytest
 from launching import run
@@ -331,6 +332,42 @@ def test_case_16_long_rows_are_dropped_from_every_form(tmp_path, tokenizer, form
     prompts = load_prompts([FORMS[form](records, tmp_path)], tokenizer, DataConfig(max_prompt_length=32))
     assert [p.row for p in prompts] == [1, 2]
     assert [list(rows) for rows in prompts.too_long.values()] == [[0, 3]]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_case_19_a_set_without_rows_is_refused_in_every_form(tmp_path, tokenizer, form):
+    """The error names the set; an empty table has columns and no rows."""
+    if form == "jsonl":
+        path = save_jsonl([], tmp_path)
+    else:
+        datasets = pytest.importorskip("datasets")
+        empty = datasets.Dataset.from_list(RECORDS).select([])
+        path = str(tmp_path / "set.parquet")
+        if form == "save_to_disk":
+            path = str(tmp_path / "saved")
+            datasets.DatasetDict(train=empty).save_to_disk(path)
+        else:
+            empty.to_parquet(path)
+        if form == "repository":
+            (tmp_path / "repository").mkdir()
+            path = str(Path(path).rename(tmp_path / "repository" / "train.parquet").parent)
+    with pytest.raises(ConfigError, match=f"{path}: no rows"):
+        load_prompts([path], tokenizer, DataConfig())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("record, reason", [
+    ({"question": "x"}, "no `prompt`; the keys are 'question'"), ({"prompt": 7}, "`prompt` is 7"),
+    ({"prompt": [{"role": "user", "text": "x"}]}, "`prompt` is "), ({"prompt": [{"content": "x"}]}, "`prompt` is "),
+    ({"messages": [{"role": "assistant", "content": "x"}]}, "`prompt` is "),
+    ({"prompt": None, "a": 1}, "`prompt` is None")])
+def test_case_19_a_bad_row_has_its_reason_in_every_form(tmp_path, tokenizer, form, record, reason):
+    """Place and reason, not the words of a schema."""
+    path = FORMS[form]([record], tmp_path)
+    with pytest.raises(ConfigError) as error:
+        load_prompts([path], tokenizer, DataConfig())
+    assert str(error.value).startswith(f"{path}, {'line 1' if form == 'jsonl' else 'row 0'}: ")
+    assert reason in str(error.value)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -164,6 +164,43 @@ def test_a_mistake_of_the_function_ends_the_run_by_default(make, completion, kin
         scored(make("poison", on_error="raise"), completion, ["fine", kind])
 
 
+RESULTS = {"scalar": 1.0, "too many": [1.0, 1.0], "none at all": [], "text": ["good"], "nothing": None,
+           "nested": [[1.0]], "dictionary": {"score": 1.0}}
+FUNCTIONS = """
+RESULTS = {results!r}
+
+def plain(completions, **columns):
+    return RESULTS[completions[0]]
+
+async def awaited(completions, **columns):
+    return RESULTS[completions[0]]
+
+def returns_awaitable(completions, **columns):
+    return awaited(completions)
+
+def compute_score(solution_str, ground_truth):
+    found = RESULTS[solution_str]
+    return found if solution_str in ("text", "nested") else {{"acc": found}}
+
+async def judge(solution_str, ground_truth):
+    return compute_score(solution_str, ground_truth)
+"""
+
+
+@pytest.mark.parametrize("form", ["plain", "awaited", "returns_awaitable", "compute_score", "judge"])
+def test_case_28_a_wrong_result_is_found_in_every_form_of_function(tmp_path, completion, form):
+    """Plain, async, giving an awaitable, and verl's two: a wrong length or type, or no `score`, is counted and never a
+    number; one value for a completion is right where it is a list."""
+    path = tmp_path / "forms.py"
+    path.write_text(FUNCTIONS.format(results=RESULTS))
+    rewards = Rewards(RewardsConfig(functions=[f"{path}:{form}"], on_error="skip", num_workers=1))
+    for done, kind in zip(scored(rewards, completion, list(RESULTS), ground_truth="x"), RESULTS, strict=True):
+        is_verl = form in ("compute_score", "judge") and kind not in ("text", "nested")
+        assert done.failures == {form: "error" if is_verl else "wrong_result"}, kind
+        assert done.rewards == [None] and done.reward is None
+    rewards.close()
+
+
 def test_async_functions_run_together(make, completion):
     """40 calls that wait 0.3 s each take far less than 12 s, with one worker; then one that hangs, one that blocks its
     event loop, one that exits and one that raises are found out, and no other is lost."""
