@@ -91,6 +91,7 @@ def markdown_table(samples: list[Sample]) -> str:
     """Prompt, completion, reward and advantage, a row each; long texts are cut."""
     def cell(text: str) -> str:
         text = text if len(text) <= CELL_CHARACTERS else text[:CELL_CHARACTERS] + " …"
+        text = text.encode("utf-8", "backslashreplace").decode()  # TensorBoard takes no lone surrogates
         return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>")
 
     def number(value: float | None) -> str:

@@ -210,7 +210,7 @@ def test_a_run_that_goes_on_drops_the_samples_of_later_steps(tmp_path):
 
 def test_the_table_of_samples_is_one_line_a_sample(tmp_path):
     """Bars, tags and line ends of a text do not break the table; TensorBoard takes it."""
-    sample = {"prompt": NASTY.replace("\ud800", ""), "completion": "x" * 5000, "reward": None, "advantage": 0.25}
+    sample = {"prompt": NASTY, "completion": "x" * 5000, "reward": None, "advantage": 0.25}
     table = markdown_table([sample, sample])
     assert len(table.split("\n")) == 4 and "<think>" not in table and "a\\|b<br>&lt;think>" in table
     assert "x" * 2000 + " …" in table and "x" * 2001 not in table
@@ -279,6 +279,7 @@ def test_all_metrics_of_a_step_cost_little(tmp_path, mesh, completion, tokenizer
         metrics.write(step, metrics.reduce())
         seconds.append(time.perf_counter() - start)
     metrics.close()
+    print(f"{1000 * sorted(seconds)[25]:.2f} ms a step")
     assert sorted(seconds)[25] < 0.01, sorted(seconds)
 
 
