@@ -18,7 +18,7 @@ from spmd_rl.config import Config, ConfigError, parse
 from spmd_rl.evaluate import evaluate
 from spmd_rl.files import WRITING
 from spmd_rl.job import left_out, load_eval_prompts
-from spmd_rl.mesh import Mesh, Ranks, check_device, say_error, say_once
+from spmd_rl.mesh import Mesh, Ranks, check_device, leave, say_error, say_once
 from spmd_rl.metrics import Metrics, as_samples
 from spmd_rl.model import load_hf_config, weight_files
 from spmd_rl.policy import Reference
@@ -196,3 +196,4 @@ def _in_ranks(config: Config, work: Callable[[Mesh], None]) -> None:
         raise
     except BaseException as error:
         mesh.fail(error)
+    leave(0)  # all is closed; the interpreter's tear-down now and then meets a thread of torch's and aborts
