@@ -26,7 +26,8 @@ CHECKPOINT_NAME = re.compile(r"step-(\d+)")
 EARLIER_NAME = re.compile(r"earlier-(\d+)")
 # Options that a run may change when it goes on: they change how far and how it runs, not what it computes.
 FREE_SECTIONS = ("mesh", "checkpoint")
-FREE_FIELDS = ("run.output_dir", "run.max_steps", "run.max_train_minutes", "run.profile_steps")
+FREE_FIELDS = ("run.output_dir", "run.max_steps", "run.max_train_minutes", "run.profile_steps", "rewards.num_workers",
+               "rewards.timeout_s", "rewards.memory_gib")
 # Options that decide the shape of what a checkpoint holds.
 LAYOUT_FIELDS = ("policy.zero_stage", "policy.optimizer", "model.dtype")
 
