@@ -266,9 +266,13 @@ def encode_texts(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
 def _control_token(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str | None:
     """The first special token whose text is in a message, or None."""
-    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return next((token for message in messages for token in special
+    return next((token for message in messages for token in _control_tokens(tokenizer)
                  if token in message["content"] or token in message["role"]), None)
+
+
+@functools.lru_cache(4)
+def _control_tokens(tokenizer: Any) -> list[str]:
+    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
 
 
 def _usual_bos(tokenizer: Any) -> int | None:

@@ -140,7 +140,7 @@ def prompt_and_columns(record: dict[str, Any], config: DataConfig, where: str) -
         if theirs != ours and theirs not in config.columns:
             columns.pop(theirs, None)
     given: dict[str, Any] = {}
-    if "prompt" not in columns and "messages" in columns:
+    if columns.get("prompt") is None and columns.get("messages") is not None:  # a table fills up with null
         messages = _plain_messages(columns.pop("messages"))
         if isinstance(messages, list) and messages and messages[-1].get("role") == "assistant":
             given["answer"] = messages.pop().get("content")

@@ -456,8 +456,9 @@ def test_columns_can_change_places(tmp_path, tokenizer):
     ([{"role": "user", "content": "hi", "name": None}], MESSAGES, None)])
 def test_messages_serve_as_prompt(tmp_path, tokenizer, messages, content, answer):
     """Up to the last turn of the assistant, which is the answer; text in parts is one text, null keys go."""
-    prompt = load_prompts([save_jsonl([{"messages": messages}], tmp_path)], tokenizer, DataConfig())[0]
-    assert prompt.content == content and prompt.columns.get("answer") == answer
+    for row in ({"messages": messages}, {"messages": messages, "prompt": None}):
+        prompt = load_prompts([save_jsonl([row], tmp_path)], tokenizer, DataConfig())[0]
+        assert prompt.content == content and prompt.columns.get("answer") == answer
 
 
 def test_the_template_gets_its_arguments(tmp_path, tokenizer):
