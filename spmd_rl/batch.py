@@ -30,6 +30,8 @@ class Prompt:
     token_ids: list[int]
     columns: dict[str, Any]
     """The row's other columns, for the rewards."""
+    source: str = ""
+    """The file or data set that the row is of."""
 
 
 @dataclass
@@ -52,6 +54,8 @@ class Completion:
     text: str = ""
     rewards: list[float | None] = field(default_factory=list)
     """One for each reward function; None where the function does not apply."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """Reward function -> how it failed on this completion."""
     reward: float | None = None
     """Weighted sum of `rewards`; None where no function applies."""
     advantage: float = 0.0

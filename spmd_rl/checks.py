@@ -9,6 +9,9 @@ from typing import Any
 
 from spmd_rl.config import Config, ConfigError, as_dict
 from spmd_rl.losses import LOSSES, clipped_tokens
+from spmd_rl.profiling import profiled_steps
+from spmd_rl.rows import is_hub_name
+from spmd_rl.sinks import check as check_sinks
 
 # A raw option that one of our fields decides: option -> field. Nested DeepSpeed keys are dotted.
 DEEPSPEED_OWNED = {
@@ -78,6 +81,18 @@ def sampler_differences(config: Config) -> list[str]:
     return [f"rollout.{name} {value:g}" for name, (value, neutral) in values.items() if value != neutral]
 
 
+def validate_saved(config: Config, world_size: int) -> None:
+    """The same for a command that uses a saved model and trains nothing. Raises ConfigError."""
+    _require(bool(config.model.path), "model.path", config.model.path, "set it to a Hugging Face model folder")
+    tp = config.rollout.tensor_parallel_size
+    _require(tp > 0 and world_size % tp == 0, "rollout.tensor_parallel_size", tp,
+             f"it must divide the number of ranks, {world_size}")
+    _check_sampling(config)
+    _check_raw(config)
+    _check_files(config)
+    _check_allocator()
+
+
 def _require(good: bool, field_name: str, value: Any, fix: str) -> None:
     if not good:
         raise ConfigError(f"{field_name} is {value!r}: {fix}")
@@ -90,7 +105,12 @@ def _check_ranges(c: Config) -> None:
             _require(not isinstance(value, float) or math.isfinite(value), f"{section}.{key}", value,
                      "set a finite number")
     _require(bool(c.model.path), "model.path", c.model.path, "set it to a Hugging Face model folder")
-    _require(bool(c.data.train), "data.train", c.data.train, "set it to a JSONL file with a `prompt` a line")
+    _require(all(c.train_sets) and bool(c.train_sets), "data.train", c.data.train,
+             "set it to a JSONL file with a `prompt` a line (or another form of data set)")
+    mixed = c.data.weights
+    _require(mixed is None or len(mixed) == len(c.train_sets), "data.weights", mixed,
+             f"give one for each of the {len(c.train_sets)} data.train")
+    _require(mixed is None or all(math.isfinite(w) and w > 0 for w in mixed), "data.weights", mixed, "set each above 0")
     positive = {
         "run.max_steps": c.run.max_steps, "mesh.timeout_s": c.mesh.timeout_s,
         "data.max_prompt_length": c.data.max_prompt_length, "rollout.num_generations": r.num_generations,
@@ -103,6 +123,8 @@ def _check_ranges(c: Config) -> None:
         "batch.num_minibatches": c.batch.num_minibatches, "policy.max_nonfinite_steps": c.policy.max_nonfinite_steps,
         "loss.sapo_temperature_pos": c.loss.sapo_temperature_pos,
         "loss.sapo_temperature_neg": c.loss.sapo_temperature_neg, "checkpoint.keep": c.checkpoint.keep,
+        "rewards.timeout_s": c.rewards.timeout_s, "rewards.memory_gib": c.rewards.memory_gib,
+        "metrics.num_completions": c.metrics.num_completions,
     }
     for name, value in positive.items():
         _require(value > 0, name, value, "set it above 0")
@@ -114,6 +136,7 @@ def _check_ranges(c: Config) -> None:
         "evaluate.eval_steps": c.evaluate.eval_steps, "rollout.top_k": r.top_k, "rollout.min_tokens": r.min_tokens,
         "rollout.resample_rounds": r.resample_rounds, "loss.entropy_coef": c.loss.entropy_coef,
         "loss.ref_model_sync_steps": c.loss.ref_model_sync_steps, "rewards.overlong_buffer": c.rewards.overlong_buffer,
+        "rewards.num_workers": c.rewards.num_workers, "metrics.completions_steps": c.metrics.completions_steps,
     }
     for name, value in not_negative.items():
         _require(value >= 0, name, value, "set it to 0 or more")
@@ -141,14 +164,28 @@ def _check_ranges(c: Config) -> None:
         _require(0 <= beta < 1, name, beta, "set it to 0 or more and below 1")
     _require(c.run.seed < 2**32, "run.seed", c.run.seed, "set it below 2**32")
     _require("" not in r.stop, "rollout.stop", r.stop, "an empty text ends every completion at once; remove it")
+    _check_sampling(c)
+    check_sinks(c.metrics)
+    profiled_steps(c.run.profile_steps)
+    _require(c.evaluate.eval_steps == 0 or bool(c.data.eval), "evaluate.eval_steps", c.evaluate.eval_steps,
+             "set data.eval to a held-out set, or eval_steps to 0")
+
+
+def _check_sampling(c: Config) -> None:
+    e, longest = c.evaluate, c.rollout.max_completion_length
     _require(bool(c.rewards.functions), "rewards.functions", c.rewards.functions, "name at least one")
     weights = c.rewards.weights
     _require(weights is None or len(weights) == len(c.rewards.functions), "rewards.weights", weights,
              f"give one for each of the {len(c.rewards.functions)} rewards.functions")
     _require("regex" not in c.rewards.functions or bool(c.rewards.regex_pattern), "rewards.regex_pattern",
              c.rewards.regex_pattern, "set the pattern that the regex reward searches for")
-    _require(c.evaluate.eval_steps == 0 or bool(c.data.eval), "evaluate.eval_steps", c.evaluate.eval_steps,
-             "set data.eval to a held-out JSONL file, or eval_steps to 0")
+    _require(e.num_generations > 0, "evaluate.num_generations", e.num_generations, "set it above 0")
+    _require(e.temperature >= 0, "evaluate.temperature", e.temperature, "set it to 0 or more")
+    _require(e.num_generations == 1 or e.temperature > 0, "evaluate.temperature", e.temperature,
+             "several greedy completions are all the same: set it above 0, or evaluate.num_generations to 1")
+    _require(e.max_completion_length is None or 0 < e.max_completion_length <= longest,
+             "evaluate.max_completion_length", e.max_completion_length,
+             f"set it above 0 and at most rollout.max_completion_length, {longest}")
 
 
 def _check_loss(c: Config) -> None:
@@ -232,9 +269,11 @@ def _asks_for_nothing(value: Any) -> bool:
 
 
 def _check_files(c: Config) -> None:
-    for name, path in (("data.train", c.data.train), ("data.eval", c.data.eval)):
-        if path is not None:
-            _require(os.path.isfile(path), name, path, "no such file; set it to a JSONL file")
+    for name, paths in (("data.train", c.train_sets), ("data.eval", c.eval_sets)):
+        for path in filter(None, paths):
+            _require(os.path.exists(path) or is_hub_name(path) or os.path.exists(path.rpartition("@")[0]), name, path,
+                     "no such file; set it to a JSONL or parquet file, a folder, or a Hugging Face data set's name")
+            _require(paths.count(path) == 1, name, paths, "name each once")
     if os.path.exists(c.run.output_dir):
         _require(os.path.isdir(c.run.output_dir), "run.output_dir", c.run.output_dir, "it is a file; set a folder")
 

@@ -1,4 +1,7 @@
-"""The `spmd-rl` command: ``spmd-rl train ...``, ``spmd-rl export RUN`` and ``spmd-rl report RUN``."""
+"""The `spmd-rl` command: ``spmd-rl train ...``, ``spmd-rl export RUN``, ``spmd-rl report RUN`` and the others.
+
+Under a launcher: ``torchrun ... -m spmd_rl.cli COMMAND ...``.
+"""
 
 import importlib
 import sys
@@ -6,7 +9,9 @@ import sys
 COMMANDS = {
     "train": ("spmd_rl.train", "train; the same options as python -m spmd_rl.train"),
     "export": ("spmd_rl.export", "write a Hugging Face folder from a checkpoint"),
-    "report": ("spmd_rl.report", "draw a run's figures"),
+    "eval": ("spmd_rl.inference:main_eval", "evaluate a saved model on held-out prompts"),
+    "logprobs": ("spmd_rl.inference:main_logprobs", "log-probs of given completions under a saved model"),
+    "report": ("spmd_rl.report", "a page of figures of one or several runs"),
 }
 
 
@@ -21,4 +26,9 @@ def main(args: list[str] | None = None) -> None:
         print("\n".join(lines), file=sys.stderr if wrong else sys.stdout)
         sys.exit(2 if wrong else 0)
     # Imported when called: --help of one command must not start another's libraries.
-    importlib.import_module(COMMANDS[args[0]][0]).main(args[1:])
+    module, _, function = COMMANDS[args[0]][0].partition(":")
+    getattr(importlib.import_module(module), function or "main")(args[1:])
+
+
+if __name__ == "__main__":
+    main()

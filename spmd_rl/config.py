@@ -37,6 +37,8 @@ class RunConfig:
     """Number of steps: one rollout and its update each."""
     max_train_minutes: float = 0.0
     """End after the step in which so many minutes since the program's start are over, with a checkpoint; 0 does not."""
+    profile_steps: str = ""
+    """Steps to profile, as 3 or 3-5 or 3,8 (--profile for short): a trace and, on GPUs, allocator snapshot a rank."""
 
 
 @dataclass
@@ -67,10 +69,22 @@ class ModelConfig:
 class DataConfig:
     """Prompts."""
 
-    train: str = ""
-    """JSONL file: a `prompt` (text or messages) a line; other columns go to the rewards."""
-    eval: str | None = None
-    """Held-out JSONL file of the same form."""
+    train: str | list[str] = ""
+    """JSONL or parquet file, folder, or name of a Hugging Face data set, as NAME@SPLIT for another split than train:
+    a `prompt` (text or messages) or `messages` a row; other columns go to the rewards. A list is several, one after
+    the other or mixed by data.weights."""
+    weights: list[float] | None = None
+    """Share of each of several training sets in every step; absent, all rows count alike."""
+    eval: str | list[str] | None = None
+    """Held-out sets of the same forms; the default split is test."""
+    subset: str | None = None
+    """Subset (configuration) of a Hugging Face data set."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Our name -> theirs, as prompt: question; dots reach into a column, as answer: extra_info.answer."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, as enable_thinking: false."""
+    skip_bad_rows: bool = False
+    """Leave out and count rows that cannot be used; else the first of them ends the start with its file and line."""
     shuffle: bool = True
     """Another order each epoch, from run.seed; false keeps the file's order."""
     max_prompt_length: int = 512
@@ -128,7 +142,8 @@ class RewardsConfig:
     """Scoring of completions."""
 
     functions: list[str] = field(default_factory=lambda: ["exact_match"])
-    """exact_match, regex, math_verify, reasoning_gym, soft_overlong, or the user's own as module:function."""
+    """exact_match, regex, think_format, math_verify, reasoning_gym, soft_overlong, length_penalty, or the user's own as
+    module:function or path/to/file.py:function (verl's compute_score too)."""
     weights: list[float] | None = None
     """Weight of each function in the sum; all 1 if absent."""
     answer_column: str = "answer"
@@ -137,6 +152,18 @@ class RewardsConfig:
     """Pattern that the regex reward searches for in a completion (re.DOTALL)."""
     overlong_buffer: int = 0
     """Last tokens before rollout.max_completion_length over which soft_overlong falls from 0 to -1 (DAPO)."""
+    num_workers: int = 4
+    """Processes a rank that score, a completion a call; 0 is the trainer's own, all of a rank's completions a call,
+    without limits: for functions that compare completions."""
+    timeout_s: float = 10.0
+    """Longest time in seconds of a function for one completion; then its process is ended."""
+    memory_gib: float = 4.0
+    """Memory in GiB that a function may take in its process, beside what it has when loaded."""
+    on_error: Literal["raise", "skip"] = "raise"
+    """A function that raises, or returns a wrong length or type: end the run, or count it and go on."""
+    failed_reward: float | None = None
+    """Reward where a function has failed (time, memory, crash, NaN; errors with skip); null leaves the function out of
+    that completion's sum."""
 
 
 @dataclass
@@ -293,10 +320,18 @@ class CheckpointConfig:
 
 @dataclass
 class EvaluateConfig:
-    """Greedy sampling on data.eval, scored by the same rewards."""
+    """Sampling on data.eval, scored by the same rewards."""
 
     eval_steps: int = 0
     """Evaluate every so many steps; 0 only before the first and after the last."""
+    num_generations: int = 1
+    """Completions of each prompt; several give pass@k for k = 1, 2, 4, ..."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 is greedy."""
+    max_completion_length: int | None = None
+    """Longest completion in tokens; rollout.max_completion_length if absent, which it may not exceed."""
+    pass_threshold: float = 1.0
+    """Value of the first reward function from which a completion is right, for pass@k."""
 
 
 @dataclass
@@ -305,6 +340,19 @@ class MetricsConfig:
 
     tensorboard: bool = True
     """Write TensorBoard events under output_dir/tensorboard."""
+    wandb: Literal["off", "online", "offline"] = "off"
+    """Write to Weights & Biases; offline keeps it under output_dir/wandb for `wandb sync`."""
+    wandb_project: str = "spmd_rl"
+    """Its project."""
+    mlflow: str | None = None
+    """Address of an MLflow server, or a store such as sqlite:///mlflow.db, to write to."""
+    mlflow_experiment: str = "spmd_rl"
+    """Its experiment."""
+    completions_steps: int = 10
+    """Write completions with their rewards every so many steps and at the first, to completions.jsonl, TensorBoard and
+    W&B; 0 never."""
+    num_completions: int = 16
+    """How many of a step's, whole groups first."""
 
 
 @dataclass
@@ -330,6 +378,16 @@ class Config:
     """Raw DeepSpeed options, merged into the config that policy builds."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """Raw arguments of vllm.LLM."""
+
+    @property
+    def train_sets(self) -> list[str]:
+        """data.train as a list."""
+        return [self.data.train] if isinstance(self.data.train, str) else self.data.train
+
+    @property
+    def eval_sets(self) -> list[str]:
+        """data.eval as a list."""
+        return self.data.eval if isinstance(self.data.eval, list) else [self.data.eval] if self.data.eval else []
 
     @property
     def updates_per_step(self) -> int:
@@ -358,6 +416,7 @@ def parse(args: list[str] | None = None, prog: str = "spmd_rl.train") -> tuple[C
     parser = jsonargparse.ArgumentParser(prog=prog, exit_on_error=False, allow_abbrev=False,
                                          description="GRPO post-training of a language model, one SPMD program.")
     parser.add_argument("--config", action="config", help="YAML file; later options win over it")
+    parser.add_argument("--profile", type=str, metavar="STEPS", help="short for --run.profile_steps")
     parser.add_argument("--dry_run", type=bool, nargs="?", const=True, default=False,
                         help="check everything that needs no weights, print the batch arithmetic, exit")
     for section in fields(Config):
@@ -377,6 +436,8 @@ def parse(args: list[str] | None = None, prog: str = "spmd_rl.train") -> tuple[C
             sections[section.name] = _section(section.name, section.default_factory, namespace[section.name])
         else:
             sections[section.name] = raw[section.name]
+    if namespace.profile is not None:
+        sections["run"].profile_steps = namespace.profile
     return Config(**sections), namespace.dry_run
 
 

@@ -1,25 +1,27 @@
 """Builds a run's parts from its config, in the order that start-up needs, and shuts them down."""
 
 import gc
+import os
 from dataclasses import dataclass
 from typing import Any
 
 from spmd_rl import checkpoint as checkpoint_module
 from spmd_rl import checks
 from spmd_rl import run_folder
-from spmd_rl.batch import Prompt
 from spmd_rl.checkpoint import Progress, Saver
-from spmd_rl.config import Config, ConfigError, load_function
+from spmd_rl.config import Config, ConfigError, as_dict, load_function
 from spmd_rl.memory import Memory, claim_workspaces
 from spmd_rl.mesh import Mesh, say_once
-from spmd_rl.metrics import Metrics, make_sinks
+from spmd_rl.metrics import Metrics
 from spmd_rl.model import load_hf_config, on_meta, weight_files
 from spmd_rl.offload import HostMemory, Storages
 from spmd_rl.plan import Plan, make_plan, model_size
 from spmd_rl.policy import Policy, Reference
-from spmd_rl.prompts import PromptSampler, load_prompts, load_tokenizer
+from spmd_rl.profiling import Profiler
+from spmd_rl.prompts import PromptSampler, PromptSet, load_prompts, load_tokenizer
 from spmd_rl.rewards import Rewards
 from spmd_rl.rollout import Rollout
+from spmd_rl.sinks import make_sinks
 from spmd_rl.step import Parts, sync
 from spmd_rl.weight_sync import WeightSync
 
@@ -30,13 +32,12 @@ class Inputs:
 
     hf_config: Any
     tokenizer: Any
-    train_prompts: list[Prompt]
-    eval_prompts: list[Prompt]
+    train_prompts: PromptSet
+    eval_prompts: dict[str, PromptSet]
+    """By the names that metrics have."""
     rewards: Rewards
     user_advantages: Any
     user_loss: Any
-    dropped_rows: dict[str, list[int]]
-    """File -> rows left out for their length."""
 
 
 def load_inputs(config: Config, world_size: int) -> Inputs:
@@ -50,15 +51,21 @@ def load_inputs(config: Config, world_size: int) -> Inputs:
     weight_files(config.model.path)
     rewards = Rewards(config.rewards, config.rollout.max_completion_length)
     tokenizer = load_tokenizer(config.model)
-    prompts, dropped = {}, {}
-    for path in (config.data.train, config.data.eval):
-        prompts[path], dropped[path] = load_prompts(path, tokenizer, config.data) if path else ([], [])
-        rewards.check_columns(prompts[path], str(path))
+    train_prompts = load_prompts(config.train_sets, tokenizer, config.data, "train", rewards.check_row)
+    eval_prompts = load_eval_prompts(config, tokenizer, rewards)
     loss, advantages = config.loss.loss_type, config.advantages.function
-    return Inputs(hf_config, tokenizer, prompts[config.data.train], prompts[config.data.eval], rewards,
+    return Inputs(hf_config, tokenizer, train_prompts, eval_prompts, rewards,
                   load_function(advantages, "advantages.function") if advantages else None,
-                  load_function(loss, "loss.loss_type") if ":" in loss else None,
-                  {path: rows for path, rows in dropped.items() if path and rows})
+                  load_function(loss, "loss.loss_type") if ":" in loss else None)
+
+
+def load_eval_prompts(config: Config, tokenizer: Any, rewards: Rewards) -> dict[str, PromptSet]:
+    """Each held-out set by the last part of its path, or by its whole path where two share that."""
+    paths = config.eval_sets
+    short = [os.path.splitext(os.path.basename(path.rstrip("/")))[0] for path in paths]
+    names = short if len(set(short)) == len(short) else paths
+    return {name: load_prompts([path], tokenizer, config.data, "test", rewards.check_row, "data.eval")
+            for name, path in zip(names, paths, strict=True)}
 
 
 def arithmetic(config: Config, inputs: Inputs, world_size: int) -> str:
@@ -75,15 +82,14 @@ def arithmetic(config: Config, inputs: Inputs, world_size: int) -> str:
         f"tokens; rows of {config.batch.max_tokens_per_microbatch} tokens",
         f"the run: {config.run.max_steps} steps = {_steps(config.run.max_steps * config.updates_per_step)}, "
         f"{config.run.max_steps * prompts / len(inputs.train_prompts):.3g} epochs of "
-        f"{len(inputs.train_prompts)} prompts; {len(inputs.eval_prompts)} held out",
+        f"{len(inputs.train_prompts)} prompts; {sum(map(len, inputs.eval_prompts.values()))} held out",
     ]
     different = checks.sampler_differences(config)
     if different:
         lines.append(f"the sampler is not the policy with {', '.join(different)}: a warning after the first step says "
                      "by how much")
-    for path, rows in inputs.dropped_rows.items():
-        lines.append(f"{path}: {len(rows)} rows dropped, longer than data.max_prompt_length "
-                     f"{config.data.max_prompt_length}: rows {', '.join(map(str, rows[:10]))}{' …' * (len(rows) > 10)}")
+    for prompts_of in (inputs.train_prompts, *inputs.eval_prompts.values()):
+        lines += left_out(prompts_of, config.data.max_prompt_length)
     return "\n".join(lines)
 
 
@@ -93,6 +99,15 @@ def memory_plan(config: Config, inputs: Inputs, world_size: int, device_bytes: i
     if config.memory.device_gib:
         device_bytes = int(config.memory.device_gib * 2**30)
     return make_plan(config, size, world_size, device_bytes)
+
+
+def left_out(prompts: PromptSet, max_prompt_length: int) -> list[str]:
+    """What was not taken of a data set, a line each."""
+    lines = [f"{source}: {len(rows)} rows dropped, longer than data.max_prompt_length {max_prompt_length}: "
+             f"rows {', '.join(map(str, rows[:10]))}{' …' * (len(rows) > 10)}"
+             for source, rows in prompts.too_long.items()]
+    lines += [f"{source}: {count} bad rows skipped" for source, count in prompts.bad.items()]
+    return lines + [f"  {reason}" for reason in prompts.reasons]
 
 
 def _steps(count: int) -> str:
@@ -116,8 +131,11 @@ class Job:
         self.config, self.mesh, self.inputs = config, mesh, inputs
         steps_done = run_folder.read_state(checkpoint)["step"] if checkpoint else 0
         sinks = mesh.on_main(lambda: make_sinks(config.metrics, run_folder.open_folder(config, checkpoint),
-                                                config.run.max_steps, steps_done))
-        metrics = Metrics(mesh, sinks)
+                                                config.run.max_steps, steps_done, as_dict(config)))
+        metrics = Metrics(mesh, sinks, config.metrics)
+        self.profiler = Profiler(config.run.profile_steps, config.run.output_dir,
+                                 mesh.mine([f"rank-{number}" for number in range(mesh.world_size)]),
+                                 mesh.device.type == "cuda")
         host_memory = HostMemory(pinned=mesh.device.type == "cuda")
         host_memory.grow_in_background(plan.host_bytes)  # while the engine starts
         claim_workspaces(mesh.device)
@@ -134,7 +152,7 @@ class Job:
         self.parts = Parts(
             config=config, mesh=mesh, metrics=metrics, tokenizer=inputs.tokenizer,
             sampler=PromptSampler(inputs.train_prompts, config.batch.prompts_per_step, config.run.seed,
-                                  config.data.shuffle),
+                                  config.data.shuffle, inputs.train_prompts.sizes, config.data.weights),
             rewards=inputs.rewards, rollout=rollout, policy=policy, reference=reference,
             weight_sync=WeightSync(config.weight_sync, mesh, policy, rollout),
             memory=Memory(mesh, rollout, lambda: storages(policy, reference), host_memory, metrics, plan,
@@ -155,6 +173,7 @@ class Job:
         parts = self.parts
         parts.metrics.close()
         parts.memory.close()
+        parts.rewards.close()
         self.mesh.leave_together()
         parts.policy.close()
         if parts.reference:

@@ -1,14 +1,10 @@
 """Metrics of a step: collected on every rank, reduced once, written by one."""
 
 import contextlib
-import glob
-import json
-import os
-import statistics
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,23 +13,18 @@ from spmd_rl.advantages import group_spread
 from spmd_rl.batch import Completion
 from spmd_rl.config import MetricsConfig
 from spmd_rl.mesh import Mesh
+from spmd_rl.sinks import Sample, Sink
+from spmd_rl.system import System
 
-
-class Sink(Protocol):
-    """Where a step's metrics go."""
-
-    def write(self, step: int, metrics: dict[str, float]) -> None:
-        """One step's, or one evaluation's."""
-
-    def close(self) -> None:
-        """No more follows."""
+OWN_PHASES = ("rollout", "reward")  # in which a rank waits for no other: how far apart they end is lag
 
 
 class Metrics:
     """Collects values between two calls of `reduce`."""
 
-    def __init__(self, mesh: Mesh, sinks: Sequence[Sink]) -> None:
-        self._mesh, self._sinks = mesh, sinks
+    def __init__(self, mesh: Mesh, sinks: Sequence[Sink], config: MetricsConfig | None = None) -> None:
+        self._mesh, self._sinks, self._config = mesh, sinks, config or MetricsConfig()
+        self._system = System(mesh.device)
         self._sums: dict[str, list[Any]] = {}
         self._totals: dict[str, Any] = {}
         self._maxima: dict[str, float] = {}
@@ -44,7 +35,8 @@ class Metrics:
         """Seconds of a phase, as timing/<phase>; several blocks of a phase add up."""
         outer, self._mesh.phase = self._mesh.phase, phase
         start = time.perf_counter()
-        yield
+        with torch.profiler.record_function(phase):
+            yield
         if self._mesh.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # a phase's kernels are its time; copies may go on behind it
         self._seconds[f"timing/{phase}"] += time.perf_counter() - start
@@ -69,9 +61,24 @@ class Metrics:
         numbers = _to_host([*(total for total, _ in self._sums.values()), *self._totals.values()])
         sums = {name: (numbers.pop(0), count) for name, (_, count) in self._sums.items()}
         totals = {name: numbers.pop(0) for name in self._totals}
-        maxima = self._maxima | self._seconds
+        seconds, maxima = dict(self._seconds), self._maxima | self._seconds
         self._sums, self._totals, self._maxima, self._seconds = {}, {}, {}, defaultdict(float)
-        return combine(self._mesh.all_gather((sums, totals, maxima)))
+        found = self._mesh.all_gather((sums, totals, maxima, seconds))
+        return combine([rank[:3] for rank in found]) | lag([rank[3] for rank in found])
+
+    def add_system(self) -> None:
+        """What this rank's machine does; the largest of all ranks counts."""
+        for name, value in self._system.read().items():
+            self.maximum(name, value)
+
+    def samples(self, step: int, completions: Sequence[Completion], tokenizer: Any,
+                reward_names: Sequence[str]) -> None:
+        """Write some of the step's (from 1) completions where it is due."""
+        every = self._config.completions_steps
+        if every and (step == 1 or step % every == 0):
+            for sink in self._sinks:
+                sink.write_samples(step, as_samples(completions[:self._config.num_completions], tokenizer,
+                                                    reward_names))
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """To every sink (there are some on one rank only)."""
@@ -113,6 +120,26 @@ def combine(ranks: Sequence[Reported]) -> dict[str, float]:
     return {name: total / count for name, (total, count) in sums.items() if count} | totals | largest
 
 
+def lag(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
+    """From each rank's seconds: how much longer the slowest rank takes than the fastest, and which one it is."""
+    if len(ranks) == 1:
+        return {}
+    metrics = {}
+    for phase in OWN_PHASES:
+        seconds = [rank.get(f"timing/{phase}", 0.0) for rank in ranks]
+        metrics[f"timing/{phase}_lag"] = max(seconds) - min(seconds)
+    total = [sum(rank.get(f"timing/{phase}", 0.0) for phase in OWN_PHASES) for rank in ranks]
+    return metrics | {"timing/slowest_rank": total.index(max(total))}
+
+
+def as_samples(completions: Sequence[Completion], tokenizer: Any, reward_names: Sequence[str]) -> list[Sample]:
+    """What a reader wants to see of completions; prompts as the model got them, after the template."""
+    return [{"group": c.group, "sample": c.sample, "prompt": tokenizer.decode(c.prompt_ids), "completion": c.text,
+             "num_tokens": len(c.token_ids), "finish_reason": c.finish_reason, "reward": c.reward,
+             "rewards": dict(zip(reward_names, c.rewards, strict=True)), "failures": c.failures,
+             "advantage": c.advantage} for c in completions]
+
+
 def completion_metrics(completions: Sequence[Completion], reward_names: Sequence[str]) -> dict[str, float]:
     """TRL's names, over the whole step's completions (at least one)."""
     lengths = [len(c.token_ids) for c in completions]
@@ -130,6 +157,10 @@ def completion_metrics(completions: Sequence[Completion], reward_names: Sequence
     }
     for i, name in enumerate(reward_names):
         scored = [r for c in completions if (r := c.rewards[i]) is not None]
+        failures = [c.failures[name] for c in completions if name in c.failures]
+        metrics[f"rewards/{name}/failed"] = len(failures)
+        for failure in sorted(set(failures)):
+            metrics[f"rewards/{name}/failed_by_{failure}"] = failures.count(failure)
         metrics[f"rewards/{name}/unscored"] = len(completions) - len(scored)
         if scored:
             metrics[f"rewards/{name}/mean"] = _mean(scored)
@@ -147,72 +178,3 @@ def with_throughput(metrics: dict[str, float]) -> dict[str, float]:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
-
-
-class JsonLines:
-    """metrics.jsonl: one object a line, with `step`; a line is whole on disk or absent."""
-
-    def __init__(self, path: str) -> None:
-        self._file = open(path, "a", encoding="utf-8")  # a run that goes on has the lines up to there already
-
-    def write(self, step: int, metrics: dict[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class TensorBoard:
-    """Scalars as TensorBoard events; those of steps after `steps_done` that are there already are superseded."""
-
-    def __init__(self, folder: str, steps_done: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        if not steps_done:
-            for old in glob.glob(os.path.join(folder, "events.out.tfevents.*")):
-                os.remove(old)  # of a run that ended in its first steps
-        self._writer = SummaryWriter(folder, purge_step=steps_done + 1 if steps_done else None)
-
-    def write(self, step: int, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class Console:
-    """A line a step: progress, time left, and what tells a healthy run from a sick one."""
-
-    SHOWN = {"reward": "reward", "eval/reward": "held-out reward", "completions/mean_length": "length",
-             "entropy": "entropy", "kl": "kl", "grad_norm": "grad", "sampling/sampling_logp_difference/mean": "gap",
-             "timing/rollout": "rollout s", "timing/learn": "learn s", "timing/sync": "sync s", "timing/step": "step s"}
-    BAR_WIDTH = 20
-
-    def __init__(self, max_steps: int) -> None:
-        self._max_steps = max_steps
-        self._step_seconds: deque[float] = deque(maxlen=20)  # the last ones: the first few compile
-
-    def write(self, step: int, metrics: dict[str, float]) -> None:
-        if "timing/step" in metrics:
-            self._step_seconds.append(metrics["timing/step"])
-        filled = self.BAR_WIDTH * step // self._max_steps
-        left = "starting"
-        if self._step_seconds:
-            left_s = round(statistics.median(self._step_seconds) * (self._max_steps - step))
-            left = f"{left_s // 60}:{left_s % 60:02d} left"
-        shown = "  ".join(f"{label} {metrics[name]:.4g}" for name, label in self.SHOWN.items() if name in metrics)
-        print(f"[{'#' * filled}{'.' * (self.BAR_WIDTH - filled)}] step {step}/{self._max_steps}, {left}  {shown}",
-              flush=True)
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-def make_sinks(config: MetricsConfig, output_dir: str, max_steps: int, steps_done: int = 0) -> list[Sink]:
-    """The sinks of a run, in its folder; steps_done: where a run that goes on stands."""
-    sinks: list[Sink] = [JsonLines(os.path.join(output_dir, "metrics.jsonl")), Console(max_steps)]
-    if config.tensorboard:
-        sinks.append(TensorBoard(os.path.join(output_dir, "tensorboard"), steps_done))
-    return sinks

@@ -2,7 +2,7 @@
 
 An engine is `tensor_parallel_size` neighbouring ranks under vLLM's external launcher: each rank calls
 the same methods with the same arguments, and there is no server and no worker process. The engine starts
-with dummy weights and never reads the model's: they come from the policy.
+with dummy weights, and those of the model come from the policy, unless there is none.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import enum
 import glob
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,17 +40,19 @@ class Sampling:
 
     num_generations: int
     max_tokens: int
-    greedy: bool = False
+    temperature: float | None = None
+    """For evaluation, without the rollout's truncation and penalties, 0 is greedy; None samples as the rollout does."""
 
 
 class Rollout:
     """One rank's part of a rollout engine."""
 
-    def __init__(self, config: Config, mesh: Mesh, tokenizer: Any, sleeps: bool) -> None:
+    def __init__(self, config: Config, mesh: Mesh, tokenizer: Any, sleeps: bool, reads_weights: bool = False) -> None:
         """Build the engine; collective over all ranks, after the default process group. It ends up asleep.
 
-        sleeps: whether it gives its memory away between rollouts; else it keeps it, and is never asleep. Raises
-        ConfigError where vLLM is not installed or does not know the model.
+        sleeps: whether it gives its memory away between rollouts; else it keeps it, and is never asleep. reads_weights:
+        take those of the model's folder, where no policy will give any; it is ready then. Raises ConfigError where
+        vLLM is not installed or does not know the model.
         """
         self._config, self._mesh, self._tokenizer = config, mesh, tokenizer
         self._sleeps = sleeps
@@ -61,7 +63,13 @@ class Rollout:
             self._vllm = _import_vllm(mesh)
             if mesh.device.type == "cpu":
                 _name_shared_memory(mesh.all_gather(os.getpid())[0])
-            self._llm: Any = self._vllm.LLM(**engine_arguments(config, mesh, self._frees))
+            arguments = engine_arguments(config, mesh, self._frees)
+            if reads_weights:
+                arguments["load_format"] = "auto"
+            self._llm: Any = self._vllm.LLM(**arguments)
+        if reads_weights:
+            self.state, self.version = EngineState.READY, 0
+            return
         self.state = EngineState.WEIGHTS_AWAKE  # and the KV cache, over weights that mean nothing
         self.sleep()
 
@@ -72,11 +80,13 @@ class Rollout:
 
     # Sampling. --------------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Sequence[Prompt], first_group: int, step: int, sampling: Sampling) -> list[Completion]:
+    def generate(self, prompts: Sequence[Prompt], first_group: int, step: int, sampling: Sampling,
+                 on_finished: Callable[[int, Completion], None] = lambda place, completion: None) -> list[Completion]:
         """Completions of this engine's prompts, `num_generations` each, in order; no prompts is no work.
 
-        first_group: index in the step of prompts[0]; a completion's group counts from it. Raises
-        RuntimeError unless the engine is awake with whole weights.
+        first_group: index in the step of prompts[0]; a completion's group counts from it. on_finished: called with
+        place and completion as each ends, while the engine samples the others. Raises RuntimeError unless the engine is
+        awake with whole weights.
         """
         if self.state is not EngineState.READY or self.version is None:
             raise RuntimeError(f"cannot generate: the engine is {self.state.value}, weights version {self.version}")
@@ -86,20 +96,46 @@ class Rollout:
             return []
         parameters = [self._parameters(sampling, request_seed(self._config.run.seed, step, group, sample))
                       for group, _, sample in places]
-        with preserved_process_state():
-            outputs = self._llm.generate([{"prompt_token_ids": prompt.token_ids} for _, prompt, _ in places],
-                                         parameters, use_tqdm=False)
-        assert len(outputs) == len(places), f"{len(outputs)} outputs for {len(places)} requests"
-        completions = [self._completion(output, group, sample)
-                       for output, (group, _, sample) in zip(outputs, places, strict=True)]
-        texts = self._tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-        for completion, text in zip(completions, texts, strict=True):
+        completions: dict[int, Completion] = {}
+
+        def take(place: int, output: Any) -> None:
+            group, _, sample = places[place]
+            completion = completions[place] = self._completion(output, group, sample)
+            text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
             completion.text = before_stop(text, self._config.rollout.stop)
-        return completions
+            on_finished(place, completion)
+
+        with preserved_process_state(), self._finished_outputs(take):
+            self._llm.generate([{"prompt_token_ids": prompt.token_ids} for _, prompt, _ in places], parameters,
+                               use_tqdm=False)
+        assert len(completions) == len(places), f"{len(completions)} outputs for {len(places)} requests"
+        return [completions[place] for place in range(len(places))]
+
+    @contextlib.contextmanager
+    def _finished_outputs(self, take: Callable[[int, Any], None]) -> Iterator[None]:
+        """In the block, `take` gets each request's place and output from the engine step that ends it: vLLM's
+        `generate` hands them out at the end only."""
+        engine = self._llm.llm_engine
+        first = next(self._llm.request_counter) + 1  # ids of requests count up from here
+        engine_step = engine.step
+
+        def step() -> Any:
+            outputs = engine_step()
+            for output in outputs:
+                if output.finished:
+                    take(int(output.request_id) - first, output)
+            return outputs
+
+        engine.step = step
+        try:
+            yield
+        finally:
+            engine.step = engine_step
 
     def _parameters(self, sampling: Sampling, seed: int) -> Any:
         r = self._config.rollout
-        shaped: dict[str, Any] = dict(temperature=0.0) if sampling.greedy else dict(
+        shaped: dict[str, Any] = dict(
+            temperature=sampling.temperature, seed=seed) if sampling.temperature is not None else dict(
             temperature=r.temperature, top_p=r.top_p, top_k=r.top_k or -1, min_p=r.min_p,
             repetition_penalty=r.repetition_penalty, presence_penalty=r.presence_penalty,
             frequency_penalty=r.frequency_penalty, seed=seed)

@@ -20,7 +20,8 @@ CHECKPOINTS = "checkpoints"
 STATE, MANIFEST = "state.json", "manifest.json"
 POLICY, REFERENCE = "policy", "reference"
 # What the program writes into a run's folder: this and nothing else is moved aside.
-OWN_NAMES = re.compile(r"(metrics\.jsonl|memory\.jsonl|config\.yaml|summary\.json|report\.png|tensorboard|checkpoints"
+OWN_NAMES = re.compile(r"(metrics\.jsonl|memory\.jsonl|config\.yaml|summary\.json|report\.html|tensorboard|checkpoints"
+                       r"|completions\.jsonl|profile|wandb|eval\.json|eval_samples\.jsonl"
                        r"|export(-\d+)?(\.writing|\.replaced)?)")
 CHECKPOINT_NAME = re.compile(r"step-(\d+)")
 EARLIER_NAME = re.compile(r"earlier-(\d+)")
@@ -29,7 +30,8 @@ FREE_SECTIONS = ("mesh", "memory", "weight_sync", "checkpoint", "metrics")
 FREE_FIELDS = ("run.output_dir", "run.max_steps", "run.max_train_minutes", "policy.zero_stage",
                "policy.gradient_checkpointing", "policy.logprob_memory_gib", "batch.max_tokens_per_microbatch",
                "rollout.tensor_parallel_size", "rollout.gpu_memory_utilization", "rollout.enforce_eager",
-               "rollout.cpu_kv_cache_gib", "evaluate.eval_steps")
+               "rollout.cpu_kv_cache_gib", "evaluate.eval_steps", "run.profile_steps", "rewards.num_workers",
+               "rewards.timeout_s", "rewards.memory_gib")
 
 
 # Before anything starts. --------------------------------------------------------------------------------------------

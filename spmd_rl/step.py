@@ -15,22 +15,29 @@ from spmd_rl.metrics import Metrics, completion_metrics, with_throughput
 from spmd_rl.offload import Tenant
 from spmd_rl.policy import Policy, Reference
 from spmd_rl.prompts import PromptSampler
-from spmd_rl.rewards import Rewards, check_result
+from spmd_rl.reward_functions import check_result
+from spmd_rl.rewards import Rewards
 from spmd_rl.rollout import Rollout, Sampling
 from spmd_rl.weight_sync import WeightSync
 
 
 @dataclass
-class Parts:
-    """The nouns whose verbs a step calls; `job` makes them."""
+class SamplingParts:
+    """What sampling and scoring need: also without a policy."""
 
     config: Config
     mesh: Mesh
     metrics: Metrics
-    tokenizer: Any
-    sampler: PromptSampler
     rewards: Rewards
     rollout: Rollout
+
+
+@dataclass
+class Parts(SamplingParts):
+    """The nouns whose verbs a step calls; `job` makes them."""
+
+    tokenizer: Any
+    sampler: PromptSampler
     policy: Policy
     reference: Reference | None
     weight_sync: WeightSync
@@ -47,6 +54,7 @@ def train_step(parts: Parts, step: int) -> dict[str, float]:
             learn(parts, completions)
         refresh_reference(parts, step)
         sync(parts)
+    parts.metrics.add_system()
     return with_throughput(parts.metrics.reduce())
 
 
@@ -71,23 +79,36 @@ def sample(parts: Parts, step: int) -> list[Completion]:
     for name, value in completion_metrics(completions, parts.rewards.names).items():
         metrics.maximum(name, value)  # every rank has them all
     metrics.maximum("epoch", parts.sampler.epoch(step))
+    metrics.samples(step + 1, completions, parts.tokenizer, parts.rewards.names)
     return completions
 
 
 def sample_prompts(parts: Parts, prompts: Sequence[Prompt], first_group: int, step: int) -> list[Completion]:
     """Completions of all ranks for these prompts, scored; groups count from `first_group`. Collective."""
-    config, mesh, metrics = parts.config, parts.mesh, parts.metrics
-    mine = mesh.engine_share(range(len(prompts)))
-    first = mine[0] if mine else 0
+    config = parts.config
     parts.weight_sync.check_current()
+    sampling = Sampling(config.rollout.num_generations, config.rollout.max_completion_length)
+    return sample_and_score(parts, prompts, first_group, step, sampling)
+
+
+def sample_and_score(parts: SamplingParts, prompts: Sequence[Prompt], first_group: int, step: int,
+                     sampling: Sampling) -> list[Completion]:
+    """Completions of all ranks with rewards; each is scored as it ends, by one of its engine's ranks. Collective."""
+    mesh, metrics = parts.mesh, parts.metrics
+    mine = mesh.engine_share(range(len(prompts)))
+    first = first_group + (mine[0] if mine else 0)
+    to_score = mesh.rank_share_of_engine(range(len(mine) * sampling.num_generations))
+
+    def submit(place: int, completion: Completion) -> None:
+        if place in to_score:
+            parts.rewards.submit(prompts[completion.group - first_group], completion)
+
     with metrics.timed("rollout"):
-        sampling = Sampling(config.rollout.num_generations, config.rollout.max_completion_length)
-        sampled = parts.rollout.generate([prompts[i] for i in mine], first_group + first, step, sampling)
+        sampled = parts.rollout.generate([prompts[i] for i in mine], first, step, sampling, submit)
     with metrics.timed("reward"):
-        scored = mesh.rank_share_of_engine(sampled)
-        parts.rewards.score([prompts[c.group - first_group] for c in scored], scored)
+        parts.rewards.collect()
     with metrics.timed("gather"):
-        return mesh.gather_lists(scored)
+        return mesh.gather_lists(mesh.rank_share_of_engine(sampled))
 
 
 def with_spread(completions: Sequence[Completion]) -> list[Completion]:

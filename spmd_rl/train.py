@@ -15,7 +15,7 @@ import torch
 from spmd_rl import checkpoint, run_folder
 from spmd_rl.checks import sampler_differences
 from spmd_rl.config import Config, ConfigError, parse
-from spmd_rl.evaluate import evaluate
+from spmd_rl.evaluate import evaluate, first_accuracy
 from spmd_rl.export import export
 from spmd_rl.job import Inputs, Job, arithmetic, load_inputs, memory_plan
 from spmd_rl.mesh import Mesh, Ranks, check_device, device_bytes, leave, say_error, say_once
@@ -45,6 +45,7 @@ def main(args: list[str] | None = None) -> None:
         _say_plan(config, inputs, world_size, device)
         return
     stop = StopRequest(config.run.max_train_minutes)
+    inputs.rewards.start()  # its processes are forked from one that has never seen a GPU
     try:
         mesh = Mesh(config.mesh, config.rollout.tensor_parallel_size, config.run.seed)
         plan = memory_plan(config, inputs, world_size, mesh.smallest_device_bytes())
@@ -115,7 +116,8 @@ def _one_step(job: Job) -> None:
     """A step, and the evaluation and export that are due after it."""
     config, progress, last = job.config, job.progress, job.config.run.max_steps
     job.mesh.step = progress.step + 1
-    metrics = train_step(job.parts, progress.step)
+    with job.profiler.around(progress.step + 1):
+        metrics = train_step(job.parts, progress.step)
     progress.step += 1
     progress.weights_version = job.parts.weight_sync.version
     job.parts.metrics.write(progress.step, metrics)
@@ -175,12 +177,14 @@ def _summarise(job: Job, accuracy: float | None) -> None:
 
 
 def _evaluate(job: Job, step: int) -> float | None:
-    """Held-out mean of the first reward function; None without held-out prompts."""
-    if not job.inputs.eval_prompts:
+    """Held-out mean of the first reward function on the first set; None without held-out prompts."""
+    sets = job.inputs.eval_prompts
+    if not sets:
         return None
-    found = evaluate(job.parts, job.inputs.eval_prompts)
+    job.parts.weight_sync.check_current()
+    found = evaluate(job.parts, sets)
     job.parts.metrics.write(step, found)
-    return found.get(f"eval/rewards/{job.parts.rewards.names[0]}/mean")  # absent where it scored no row
+    return first_accuracy(found, sets, job.parts.rewards.names[0])
 
 
 def _export(job: Job, name: str) -> None:

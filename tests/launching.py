@@ -69,10 +69,11 @@ def torchrun(num_ranks: int, arguments: Sequence[str], *, timeout_s: float = TIM
     return _run_all([[*launcher, *arguments]], [_gpus(num_ranks) | (env or {})], timeout_s, cwd)[0]
 
 
-def script(command: Sequence[str], *, timeout_s: float = TIMEOUT_S, env: dict[str, str] | None = None) -> Finished:
-    """A script of launch/, from the project's folder, with this Python as `python`."""
+def script(command: Sequence[str], *, timeout_s: float = TIMEOUT_S, env: dict[str, str] | None = None,
+           cwd: str | Path | None = None) -> Finished:
+    """A script of launch/ (or another), from the project's folder, with this Python as `python`."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return _run_all([["bash", *command]], [{"PATH": path} | (env or {})], timeout_s, None)[0]
+    return _run_all([["bash", *command]], [{"PATH": path} | (env or {})], timeout_s, cwd)[0]
 
 
 def without_launcher(num_ranks: int, arguments: Sequence[str], *, timeout_s: float = TIMEOUT_S,

@@ -240,7 +240,7 @@ def test_ranks_draw_different_numbers(results):
 def test_data_order_is_the_same_with_and_without_engine(results, models, prompts_file):
     """Case 23: the rows of 20 steps depend on the run's seed only; here they are drawn without any engine."""
     tokenizer = load_tokenizer(ModelConfig(path=str(models["tied"])))
-    prompts, _ = load_prompts(str(prompts_file), tokenizer, DataConfig(max_prompt_length=24))
+    prompts = load_prompts([str(prompts_file)], tokenizer, DataConfig(max_prompt_length=24))
     wanted = {str(seed): [[p.row for p in PromptSampler(prompts, 4, seed, True).draw(step)] for step in range(20)]
               for seed in (1, 2)}
     assert wanted["1"] != wanted["2"]

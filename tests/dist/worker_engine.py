@@ -315,7 +315,7 @@ def cell_uneven_engines(bench):
     """An engine a rank, 0 prompts on the first and 5 on the second; then a collective on the default group."""
     parts = bench.parts(1)
     step_module.sync(parts)
-    prompts = parts.sampler.draw(0) + parts.sampler.draw(1)
+    prompts = [*parts.sampler.draw(0), *parts.sampler.draw(1)]
     share = bench.mesh.mine([prompts[:0], prompts[2:7]])
     sampled = bench.rollout.generate(share, 2, 0, Sampling(1, 4))
     ones = torch.ones(3)

@@ -1,4 +1,4 @@
-"""A reward that interrupts the run from inside a step, for runs that have to go on afterwards.
+"""A reward that interrupts the run from inside a step (rewards.num_workers 0), for runs that have to go on afterwards.
 
 The environment's INTERRUPT is CALL:RANK:SIGNAL[:WHOM]; in this process's CALL-th call on RANK the signal goes to this
 process, or to its parent (the launcher) where WHOM is `parent`. Evaluations are calls too. Each call takes

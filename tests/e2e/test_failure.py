@@ -54,8 +54,8 @@ def test_fault_on_one_rank_ends_all(config, where, rank, how):
     output = "\n".join(process.output for process in finished)
     assert all(process.returncode != 0 for process in finished), output[-4000:]
     injected = re.findall(r"injected at ([\d.]+)", output)
-    assert len(injected) == 1, output[-4000:]
-    assert max(process.ended for process in finished) - float(injected[0]) < MAX_SECONDS
+    assert len(injected) == 1 or (injected and where == "reward"), output[-4000:]  # there once a completion
+    assert max(process.ended for process in finished) - min(map(float, injected)) < MAX_SECONDS
     assert f"[rank {rank}] failed in phase {PHASE[where]}:\nTraceback (most recent call last)" in output
     assert f"InjectedFault: a fault in {where}" in output
     assert ", in fail\n    raise InjectedFault(" in output

@@ -37,7 +37,7 @@ class Runs:
         self.folders = {name: base / name for name in ("straight", "stopped", "moved")}
         self.config = write_config(
             base / "config.yaml", model, train, self.folders["straight"], run={"max_steps": NUM_STEPS},
-            data={"eval": str(held_out)}, rewards={"functions": [REWARD]}, evaluate={"eval_steps": 3},
+            data={"eval": str(held_out)}, rewards={"functions": [REWARD], "num_workers": 0}, evaluate={"eval_steps": 3},
             policy={"zero_stage": stage, "optimizer": "adamw", "learning_rate": 3e-3, "lr_scheduler_type": "linear",
                     "warmup_steps": 2}, checkpoint={"save_steps": 1})
         self.finished = {"straight": self.start("straight").succeeded()}

@@ -167,7 +167,8 @@ def test_summary_and_folder(finished_run):
     assert summary["accuracy_before"] == accuracies[0] and summary["accuracy_after"] == accuracies[-1]
     assert summary["steps"] == NUM_STEPS and 0 < summary["train_seconds"] < 120
     assert {entry.name for entry in finished_run.folder.iterdir()} == {
-        "config.yaml", "metrics.jsonl", "summary.json", "tensorboard", "export", "export-2"}
+        "config.yaml", "metrics.jsonl", "memory.jsonl", "completions.jsonl", "summary.json", "tensorboard", "export",
+        "export-2"}
     assert os.stat(finished_run.folder).st_mode & 0o777 == 0o700
 
 

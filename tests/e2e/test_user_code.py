@@ -46,7 +46,8 @@ def finished(model, prompts, tmp_path_factory):
     (folder / "elsewhere" / "own_file.py").write_text(FILE)
     config = write_config(
         folder / "config.yaml", model, prompts / "train.jsonl", folder / "run",
-        rewards={"functions": ["mine:length_reward", "elsewhere/own_file.py:first_is_even"], "weights": [1.0, 2.0]},
+        rewards={"functions": ["mine:length_reward", "elsewhere/own_file.py:first_is_even"], "weights": [1.0, 2.0],
+                 "num_workers": 0},  # in the trainer, a call with all
         loss={"loss_type": "mine:constant_loss"}, advantages={"function": "mine:ranks_of_rewards"},
         rollout={"stop": ["1", "55"], "stop_token_ids": [SEVEN], "max_completion_length": MAX_LENGTH,
                  "num_generations": 16})

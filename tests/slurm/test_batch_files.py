@@ -35,7 +35,7 @@ class Program:
         self.base = base
         train = write_jsonl(base / "train.jsonl", make_rows(10, seed=3))
         self.config = write_config(base / "config.yaml", model, train, base / "straight", run={"max_steps": NUM_STEPS},
-                                   rewards={"functions": [REWARD]}, checkpoint={"save_steps": 3},
+                                   rewards={"functions": [REWARD], "num_workers": 0}, checkpoint={"save_steps": 3},
                                    policy={"optimizer": "adamw", "learning_rate": 3e-3, "zero_stage": 2})
         torchrun(2, ["-m", "spmd_rl.train", "--config", str(self.config)], timeout_s=TIMEOUT_S).succeeded()
         self.wanted = rows_of(base / "straight")

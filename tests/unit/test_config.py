@@ -426,14 +426,6 @@ def test_expandable_segments_in_both_variables_at_once(good, monkeypatch):
         validate(good, 1)
 
 
-@pytest.mark.parametrize("name", ["data.train", "data.eval"])
-def test_case_19_a_folder_in_place_of_a_file_is_refused(good, tmp_path, name):
-    """A directory is found before any GPU work, by the field's name."""
-    set_field(good, name, str(tmp_path))
-    with pytest.raises(ConfigError, match=name):
-        validate(good, 1)
-
-
 def test_an_output_folder_that_is_a_file_is_refused(good, tmp_path):
     """Found at the start, not at the first write."""
     good.run.output_dir = good.data.train

@@ -12,14 +12,14 @@ from spmd_rl import __file__ as package_file
 LEVELS = {
     "__init__": 0, "config": 0, "slurm": 0,
     "files": 1, "mesh": 1, "signals": 1, "batch": 1, "attention": 1, "logprobs": 1, "offload": 1,
-    "shards": 1,
-    "rewards": 2, "advantages": 2, "losses": 2, "model": 2, "run_folder": 2, "plan": 2,
-    "checks": 3, "prompts": 3, "rollout": 3, "policy": 3, "metrics": 3,
+    "shards": 1, "rows": 1, "profiling": 1, "system": 1, "reward_functions": 1,
+    "advantages": 2, "losses": 2, "model": 2, "run_folder": 2, "plan": 2, "sinks": 2, "reward_pool": 2,
+    "prompts": 3, "rollout": 3, "policy": 3, "metrics": 3, "checks": 3, "rewards": 3,
     "weight_sync": 4, "memory": 4, "export": 4, "checkpoint": 4,
     "step": 5,
     "evaluate": 6,
     "job": 7,
-    "train": 8, "report": 8,
+    "train": 8, "report": 8, "inference": 8,
     "cli": 9,
 }
 # Where a heavy library may be imported, at the top or inside a function.
@@ -28,6 +28,7 @@ HOMES = {
     "deepspeed": {"policy"},
     "jsonargparse": {"config"},
     "transformers": {"model", "prompts", "policy", "export"},
+    "datasets": {"rows"},
 }
 FOLDER = os.path.dirname(package_file)
 MODULES = sorted(LEVELS)

@@ -24,8 +24,8 @@ def config(tmp_path, model_folder):
 def test_inputs_are_loaded_and_checked(config):
     """Model config, tokenizer, prompts and rewards, without weights."""
     inputs = load_inputs(config, 2)
-    assert [p.content for p in inputs.train_prompts] == ["a"] and inputs.eval_prompts == []
-    assert inputs.rewards.names == ["exact_match"] and inputs.dropped_rows == {}
+    assert [p.content for p in inputs.train_prompts] == ["a"] and inputs.eval_prompts == {}
+    assert inputs.rewards.names == ["exact_match"] and inputs.train_prompts.too_long == {}
     assert inputs.user_loss is None and inputs.user_advantages is None
 
 
@@ -49,7 +49,7 @@ def test_a_held_out_row_without_its_column_is_refused(config, tmp_path):
     path = tmp_path / "eval.jsonl"
     path.write_text(json.dumps({"prompt": "a", "answer": "1"}) + "\n" + json.dumps({"prompt": "b"}) + "\n")
     config.data.eval = str(path)
-    with pytest.raises(ConfigError, match="eval.jsonl, row 1: no column 'answer'"):
+    with pytest.raises(ConfigError, match="eval.jsonl, line 2: no column 'answer'"):
         load_inputs(config, 1)
 
 

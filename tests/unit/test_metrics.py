@@ -2,12 +2,15 @@
 
 import json
 import math
+import time
 
+import psutil
 import pytest
 import torch
 
-from spmd_rl.config import MetricsConfig
-from spmd_rl.metrics import Console, JsonLines, Metrics, combine, completion_metrics, make_sinks, with_throughput
+from spmd_rl.config import ConfigError, MetricsConfig
+from spmd_rl.metrics import Metrics, combine, completion_metrics, lag, with_throughput
+from spmd_rl.sinks import Console, JsonLines, TensorBoard, check, make_sinks, markdown_table, read_lines
 
 
 @pytest.mark.parametrize("split", [[[1, 2, 3, 6]], [[1, 2], [3, 6]], [[1], [2, 3, 6]], [[], [1, 2, 3, 6]],
@@ -81,7 +84,17 @@ def test_completion_metrics_by_hand(completion):
         "reward": 0.75, "reward_std": 0.353553, "frac_reward_zero_std": 0.5, "completions/mean_length": 3.0,
         "completions/min_length": 1, "completions/max_length": 6, "completions/clipped_ratio": 0.25,
         "num_tokens": 20, "num_completion_tokens": 12, "rewards/exact/mean": 0.75, "rewards/exact/unscored": 0,
-        "rewards/format/mean": 0.25, "rewards/format/unscored": 2}, abs=1e-6)
+        "rewards/format/mean": 0.25, "rewards/format/unscored": 2, "rewards/exact/failed": 0,
+        "rewards/format/failed": 0}, abs=1e-6)
+
+
+def test_failures_are_counted_by_kind(completion):
+    """Three of four failed on one function: two by time and one by a crash; the other function never."""
+    failures = [{"math": "timeout"}, {}, {"math": "crash"}, {"math": "timeout"}]
+    found = completion_metrics([completion([1], rewards=[None, 1.0], failures=f) for f in failures], ["math", "form"])
+    assert {name: value for name, value in found.items() if "failed" in name} == {
+        "rewards/math/failed": 3, "rewards/math/failed_by_timeout": 2, "rewards/math/failed_by_crash": 1,
+        "rewards/form/failed": 0}
 
 
 def test_a_reward_that_never_applies_has_no_mean(completion):
@@ -98,7 +111,7 @@ def test_case_28_excluded_rows_are_counted(completion):
 
 def test_every_line_of_the_file_is_one_step(tmp_path):
     """Written and flushed step by step: what a killed run leaves is whole lines."""
-    sink = JsonLines(str(tmp_path / "metrics.jsonl"))
+    sink = JsonLines(str(tmp_path))
     sink.write(1, {"reward": 0.1 + 0.2, "kl": 1e-30})
     sink.write(2, {"reward": 1.0})
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -118,7 +131,7 @@ def test_the_console_has_a_line_a_step(capsys, step, bar):
 @pytest.mark.parametrize("tensorboard", [False, True])
 def test_a_run_has_its_sinks_in_its_folder(tmp_path, mesh, capsys, tensorboard):
     """metrics.jsonl always, TensorBoard where asked, and what is written to all can be read back."""
-    metrics = Metrics(mesh, make_sinks(MetricsConfig(tensorboard=tensorboard), str(tmp_path), 2))
+    metrics = Metrics(mesh, make_sinks(MetricsConfig(tensorboard=tensorboard), str(tmp_path), 2, 0, {}))
     metrics.write(1, {"reward": 0.5, "rewards/exact/mean": 0.25})
     metrics.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "reward": 0.5,
@@ -130,6 +143,144 @@ def test_a_run_has_its_sinks_in_its_folder(tmp_path, mesh, capsys, tensorboard):
         events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
         assert [(e.step, e.value) for e in events.Scalars("rewards/exact/mean")] == [(1, 0.25)]
     assert "step 1/2" in capsys.readouterr().out
+
+
+def test_the_console_shows_shares_time_left_held_out_and_failures(capsys):
+    """8 steps of 450 s are left: an hour. Phases are shares of the step; failures only where there are some."""
+    console = Console(10)
+    console.write(2, {"timing/step": 450.0, "timing/rollout": 225.0, "timing/learn": 180.0, "eval/gsm8k/pass@4": 0.75,
+                      "eval/gsm8k/rewards/math/mean": 0.5, "rewards/math/failed": 3, "rewards/form/failed": 0})
+    line = capsys.readouterr().out
+    assert "step 2/10, 1:00:00 left" in line and "450 s (rollout 50%, learn 40%)" in line
+    assert "held-out gsm8k/pass@4 0.75" in line and "math FAILED 3 times" in line
+    assert "form" not in line and "rewards/" not in line
+
+
+def test_lag_is_the_slowest_ranks_time_less_the_fastests():
+    """Rollouts of 2, 5 and 3 s, rewards of 4, 0 and none: lags 3 and 4, and rank 0 is the slowest with 6 s in all."""
+    ranks = [{"timing/rollout": 2.0, "timing/reward": 4.0}, {"timing/rollout": 5.0, "timing/reward": 0.0},
+             {"timing/rollout": 3.0}]
+    assert lag(ranks) == {"timing/rollout_lag": 3.0, "timing/reward_lag": 4.0, "timing/slowest_rank": 0}
+    assert lag(ranks[:1]) == {}
+
+
+def test_the_machines_load_is_among_a_steps_metrics(mesh):
+    """Resident memory of this process by another way of asking, and shares between 0 and 1."""
+    metrics = Metrics(mesh, [])
+    deadline = time.monotonic() + 0.2
+    while time.monotonic() < deadline:
+        pass
+    metrics.add_system()
+    found = metrics.reduce()
+    assert found["memory/process_gib"] == pytest.approx(psutil.Process().memory_info().rss / 2**30, rel=0.05)
+    assert 0 < found["perf/cpu_utilization"] <= 1
+    used = psutil.virtual_memory()
+    assert found["memory/host_used_gib"] == pytest.approx((used.total - used.available) / 2**30, rel=0.2)
+
+
+NASTY = "a|b\n<think>\ud800\x00 \u2028 `c` \\\\ \U0001f600"
+
+
+@pytest.mark.parametrize("every, steps", [(0, []), (1, [1, 2, 3, 4]), (3, [1, 3]), (10, [1])])
+def test_sample_completions_are_written_when_due(tmp_path, mesh, completion, tokenizer, every, steps):
+    """At the first step and every so many; prompts as the model got them, texts byte for byte, all rewards."""
+    config = MetricsConfig(completions_steps=every, num_completions=2, tensorboard=False)
+    metrics = Metrics(mesh, make_sinks(config, str(tmp_path), 4, 0, {}), config)
+    completions = [completion([1, 2], prompt_ids=tokenizer("hi")["input_ids"], text=NASTY, rewards=[1.0, None],
+                              reward=1.0, failures={"math": "timeout"}, sample=i, advantage=0.5) for i in range(3)]
+    for step in range(1, 5):
+        metrics.samples(step, completions, tokenizer, ["form", "math"])
+    metrics.close()
+    path = tmp_path / "completions.jsonl"
+    rows = read_lines(str(path)) if path.exists() else []
+    assert [row["step"] for row in rows] == [step for step in steps for _ in range(2)]
+    assert all(row | {"step": 0, "sample": 0} == {
+        "step": 0, "group": 0, "sample": 0, "prompt": "hi", "completion": NASTY, "num_tokens": 2,
+        "finish_reason": "stop", "reward": 1.0, "rewards": {"form": 1.0, "math": None},
+        "failures": {"math": "timeout"}, "advantage": 0.5} for row in rows)
+
+
+def test_a_run_that_goes_on_drops_the_samples_of_later_steps(tmp_path):
+    """Steps 1 and 2 are kept by a run that goes on after step 2; a cut-off line goes."""
+    lines = [json.dumps({"step": step}) for step in (1, 2, 3)]
+    (tmp_path / "completions.jsonl").write_text("\n".join(lines) + '\n{"step": 1')
+    JsonLines(str(tmp_path), 2).close()
+    assert read_lines(str(tmp_path / "completions.jsonl")) == [{"step": 1}, {"step": 2}]
+
+
+def test_the_table_of_samples_is_one_line_a_sample(tmp_path):
+    """Bars, tags and line ends of a text do not break the table; TensorBoard takes it."""
+    sample = {"prompt": NASTY, "completion": "x" * 5000, "reward": None, "advantage": 0.25}
+    table = markdown_table([sample, sample])
+    assert len(table.split("\n")) == 4 and "<think>" not in table and "a\\|b<br>&lt;think>" in table
+    assert "x" * 2000 + " …" in table and "x" * 2001 not in table
+    board = TensorBoard(str(tmp_path), 0)
+    board.write_samples(1, [sample])
+    board.close()
+
+
+def test_wandb_offline_has_metrics_and_samples(tmp_path, mesh, completion, tokenizer, monkeypatch):
+    """A run under the run's folder, without a network or an account."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = MetricsConfig(wandb="offline", tensorboard=False, completions_steps=1)
+    metrics = Metrics(mesh, make_sinks(config, str(tmp_path), 2, 0, {"run": {"seed": 3}}), config)
+    metrics.write(0, {"eval/reward": 0.25})
+    metrics.samples(1, [completion([1], text="x", rewards=[1.0], reward=1.0)], tokenizer, ["form"])
+    metrics.write(1, {"reward": 0.5})
+    metrics.write(1, {"eval/reward": 0.75})
+    metrics.close()
+    record, = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    data = record.read_bytes()
+    assert b"eval/reward" in data and b"completions" in data and b"seed" in data
+
+
+def test_mlflow_has_metrics_and_options(tmp_path, mesh, monkeypatch):
+    """A store of its own: every metric at its step, the options as parameters."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # else a data base, which the skinny package has not
+    store = f"file:{tmp_path}/store"
+    config = MetricsConfig(mlflow=store, tensorboard=False)
+    options = {"policy": {f"option_{i}": i for i in range(150)}}
+    metrics = Metrics(mesh, make_sinks(config, str(tmp_path), 2, 0, options), config)
+    metrics.write(1, {"eval/pass@4": 0.25, "rewards/exact/mean": 0.5})
+    metrics.write(2, {"rewards/exact/mean": 0.75})
+    metrics.close()
+    client = mlflow.MlflowClient(store)
+    run, = client.search_runs([client.get_experiment_by_name("spmd_rl").experiment_id])
+    assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "rewards/exact/mean")] == [
+        (1, 0.5), (2, 0.75)]
+    assert run.data.metrics["eval/pass_at_4"] == 0.25 and run.data.params["policy.option_149"] == "149"
+    assert run.info.status == "FINISHED"
+
+
+@pytest.mark.parametrize("field, module", [("wandb", "wandb"), ("mlflow", "mlflow")])
+def test_a_sink_whose_extra_is_missing_says_what_to_install(monkeypatch, field, module):
+    """ConfigError with the pip command, before anything is loaded."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=rf"metrics.{field} is .*pip install 'spmd-rl\[{module}\]'"):
+        check(MetricsConfig(**{field: "offline"}))
+
+
+def test_all_metrics_of_a_step_cost_little(tmp_path, mesh, completion, tokenizer):
+    """Collecting, reducing and writing 60 metrics, a table of samples every tenth step: below 1 % of a step of a second
+    (the median of 50; the quickstart's steps take about that on two cores)."""
+    metrics = Metrics(mesh, make_sinks(MetricsConfig(), str(tmp_path), 60, 0, {}))
+    completions = [completion([1] * 100, text="x" * 300, rewards=[1.0], reward=1.0) for _ in range(512)]
+    seconds = []
+    for step in range(1, 51):
+        start = time.perf_counter()
+        for name in range(50):
+            metrics.mean(f"name/{name}", torch.tensor(1.0), 3)
+        with metrics.timed("step"), metrics.timed("rollout"):
+            pass
+        metrics.samples(step, completions, tokenizer, ["form"])
+        metrics.add_system()
+        metrics.write(step, metrics.reduce())
+        seconds.append(time.perf_counter() - start)
+    metrics.close()
+    print(f"{1000 * sorted(seconds)[25]:.2f} ms a step")
+    assert sorted(seconds)[25] < 0.01, sorted(seconds)
 
 
 def test_a_mean_that_is_not_finite_is_shown():

@@ -8,7 +8,8 @@ import torch
 
 from spmd_rl.batch import Prompt
 from spmd_rl.config import ConfigError, RewardsConfig
-from spmd_rl.rewards import BUILT_IN, Rewards, check_result, parse_gold
+from spmd_rl.reward_functions import BUILT_IN, check_result, parse_gold
+from spmd_rl.rewards import RewardError, Rewards
 
 N = 8
 NAN = float("nan")
@@ -24,12 +25,18 @@ def score(function, texts, config=None, **columns):
 
 @pytest.fixture
 def user_rewards(tmp_path):
-    """A function from Python source to Rewards of the functions it names."""
+    """A function from Python source to Rewards of the functions it names, closed after the test."""
+    made = []
+
     def make(source, *names, **fields):
         path = tmp_path / "reward_of_a_test.py"
         path.write_text(source)
-        return Rewards(RewardsConfig(functions=[f"{path}:{name}" for name in names], **fields))
-    return make
+        made.append(Rewards(RewardsConfig(functions=[f"{path}:{name}" for name in names], **fields), 8))
+        return made[-1]
+
+    yield make
+    for rewards in made:
+        rewards.close()
 
 
 # Wrong results: one value, one too few or many, no list at all, and lists of what is no number.
@@ -126,7 +133,7 @@ def test_reasoning_gym_scores_with_the_rows_own_task():
 
 def test_an_unknown_name_is_refused():
     """The error lists what there is."""
-    with pytest.raises(ConfigError, match="exact_mach.*exact_match, regex, math_verify"):
+    with pytest.raises(ConfigError, match="exact_mach.*exact_match, regex, think_format, math_verify"):
         Rewards(RewardsConfig(functions=["exact_mach"]))
 
 
@@ -153,23 +160,40 @@ def ids(completion_ids, **columns):
 def one(completions, **columns):
     return [1.0]
 
+def two(completions, **columns):
+    return [1.0, 1.0]
+
 def raises(completions, **columns):
     raise KeyError("verifier is broken")
 """
 
 
-def test_the_reward_is_the_weighted_sum_of_what_applies(user_rewards, completion):
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_reward_is_the_weighted_sum_of_what_applies(user_rewards, completion, num_workers):
     """0.5 * length + 2 * column; None adds nothing; a column that a row lacks is None. Plain and async functions.
 
     Row 0: 0.5 * 3 + 2 * 4 = 9.5; row 1 has no note, so column does not apply: 0.5 * 1 = 0.5.
     """
-    rewards = user_rewards(SOURCE, "length", "column", weights=[0.5, 2.0])
+    rewards = user_rewards(SOURCE, "length", "column", weights=[0.5, 2.0], num_workers=num_workers)
     prompts = [Prompt(0, "p", [1], {"gold": 4, "note": "n"}), Prompt(1, "p", [1], {"gold": 5})]
     completions = [completion([1, 2], text="abc"), completion([3], text="z")]
     rewards.score(prompts, completions)
     assert rewards.names == ["length", "column"]
     assert [c.rewards for c in completions] == [[3.0, 4.0], [1.0, None]]
     assert [c.reward for c in completions] == [9.5, 0.5]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_completions_that_end_in_any_order_are_scored_in_theirs(user_rewards, completion, num_workers):
+    """In the trainer a function sees a prompt's completions together, in order; each gets its own reward."""
+    rewards = user_rewards("def place(completions, **columns):\n    return [100.0 * i + float(text) for i, text in "
+                           "enumerate(completions)]\n", "place", num_workers=num_workers)
+    made = [completion([1], text=str(10 * g + s), group=g, sample=s) for g in range(2) for s in range(3)]
+    for i in (4, 0, 5, 2, 3, 1):
+        rewards.submit(Prompt(0, "p", [1], {}), made[i])
+    rewards.collect()
+    places = range(6) if num_workers == 0 else [0] * 6
+    assert [c.reward for c in made] == [100.0 * i + float(c.text) for i, c in zip(places, made, strict=True)]
 
 
 def test_weights_are_one_if_absent(user_rewards, completion):
@@ -181,16 +205,21 @@ def test_weights_are_one_if_absent(user_rewards, completion):
 
 
 def test_case_28_a_users_function_of_the_wrong_length_ends_the_run(user_rewards, completion):
-    """One value for two completions is an error that names the function, in the whole path too."""
+    """One value for two completions is an error that names the function, in the whole path too; in processes, where a
+    call has one completion, it is two values for one."""
     prompts = [Prompt(0, "p", [1], {})] * 2
     with pytest.raises(ValueError, match="one returned 1 values for 2 completions"):
-        user_rewards(SOURCE, "one").score(prompts, [completion([1]), completion([2])])
+        user_rewards(SOURCE, "one", num_workers=0).score(prompts, [completion([1]), completion([2])])
+    with pytest.raises(RewardError, match="reward two, row 0: wrong_result: .*two returned 2 values for 1 completions"):
+        user_rewards(SOURCE, "two").score(prompts, [completion([1]), completion([2])])
 
 
 def test_an_error_in_a_verifier_is_not_a_wrong_answer(user_rewards, completion):
     """It ends the run with its own traceback."""
     with pytest.raises(KeyError, match="verifier is broken"):
-        user_rewards(SOURCE, "raises").score([Prompt(0, "p", [1], {})], [completion([1])])
+        user_rewards(SOURCE, "raises", num_workers=0).score([Prompt(0, "p", [1], {})], [completion([1])])
+    with pytest.raises(RewardError, match="(?s)reward raises, row 4: error: Traceback.*verifier is broken.*'the text'"):
+        user_rewards(SOURCE, "raises").score([Prompt(4, "p", [1], {})], [completion([1], text="the text")])
 
 
 def test_nothing_to_score_calls_nothing(user_rewards):
@@ -227,12 +256,54 @@ def test_names_of_metrics_are_never_shared(tmp_path):
 
 @pytest.mark.parametrize("functions, column", [(["exact_match"], "answer"), (["regex", "exact_match"], "answer")])
 def test_a_missing_column_is_found_before_anything_is_loaded(functions, column):
-    """The error names file, row and column of the first row without it."""
+    """The error names file, row and column."""
     rewards = Rewards(RewardsConfig(functions=functions, regex_pattern="x"))
-    prompts = [Prompt(0, "p", [1], {"answer": "4"}), Prompt(3, "p", [1], {})]
-    rewards.check_columns(prompts[:1], "train.jsonl")
-    with pytest.raises(ConfigError, match=f"train.jsonl, row 3: no column '{column}'"):
-        rewards.check_columns(prompts, "train.jsonl")
+    rewards.check_row({"answer": "4"}, "train.jsonl, line 1")
+    for columns in ({}, {"answer": None}):
+        with pytest.raises(ConfigError, match=f"train.jsonl, line 3: no column '{column}'"):
+            rewards.check_row(columns, "train.jsonl, line 3")
+    with pytest.raises(ConfigError, match="line 4: a column 'completions'"):
+        rewards.check_row({"answer": "4", "completions": 1}, "train.jsonl, line 4")
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("<think>a</think>b", 1), (" <think>a\nb</think>\n\nc ", 1), ("<think>a</think>", 0), ("<think>a</think> \n", 0),
+    ("a", 0), ("</think>b<think>", 0), ("x<think>a</think>b", 0), ("<think>a</think>b</think>", 0),
+    ("<think><think>a</think>b", 0), ("<think>a</think><think>b", 0), ("", 0)])
+def test_think_format(text, expected):
+    """A thought in marks, then an answer; each mark once."""
+    assert score("think_format", [text]) == [expected]
+
+
+def test_rewards_of_length(completion):
+    """Limit 8, buffer 4: 4, 6 and 8 tokens are 0, -1/2, -1 overlong, and -1/2, -3/4, -1 of the length."""
+    rewards = Rewards(RewardsConfig(functions=["soft_overlong", "length_penalty"], overlong_buffer=4), 8)
+    completions = [completion([1] * n) for n in (4, 6, 8)]
+    rewards.score([Prompt(0, "p", [1], {})] * 3, completions)
+    assert [c.rewards for c in completions] == [[0.0, -0.5], [-0.5, -0.75], [-1.0, -1.0]]
+
+
+VERL = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source == "gsm8k" and extra_info == {"index": 3}
+    return {"score": float(solution_str == ground_truth), "acc": 1}
+
+async def judge(solution_str, ground_truth, **kwargs):
+    assert kwargs == {"data_source": "gsm8k", "extra_info": {"index": 3}, "level": 5}, kwargs
+    return 2.0 * (solution_str == ground_truth)
+"""
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_verls_compute_score_is_taken_as_it_is(user_rewards, completion, num_workers):
+    """Known by its arguments, plain or async; a number or a dictionary with `score`."""
+    rewards = user_rewards(VERL, "compute_score", "judge", num_workers=num_workers)
+    columns = {"data_source": "gsm8k", "ground_truth": "72", "extra_info": {"index": 3}, "level": 5}
+    completions = [completion([1], text="72"), completion([1], text="7")]
+    rewards.score([Prompt(0, "p", [1], columns)] * 2, completions)
+    assert [c.rewards for c in completions] == [[1.0, 2.0], [0.0, 0.0]]
+    with pytest.raises(ConfigError, match="no column 'ground_truth'"):
+        rewards.check_row({"data_source": "gsm8k"}, "here")
 
 
 @pytest.mark.parametrize("length, expected", [(0, 0.0), (5, 0.0), (6, 0.0), (7, -0.25), (8, -0.5), (9, -0.75),

@@ -1,12 +1,15 @@
 """Request seeds and the engine's arguments; no engine is started."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
+from spmd_rl.batch import Prompt
 from spmd_rl.config import Config, MeshConfig
 from spmd_rl.mesh import Mesh
-from spmd_rl.rollout import STEP_EVALUATION, before_stop, engine_arguments, hf_names, request_seed
+from spmd_rl.rollout import (STEP_EVALUATION, EngineState, Rollout, Sampling, before_stop, engine_arguments, hf_names,
+                             request_seed)
 
 
 def test_every_request_has_its_own_seed():
@@ -26,7 +29,7 @@ def test_engine_arguments_follow_the_config(mesh: Mesh):
     """
     config = Config(mesh=MeshConfig(device="cpu"), vllm={"max_num_seqs": 4})
     config.data.max_prompt_length, config.rollout.max_completion_length = 100, 28
-    found = engine_arguments(config, mesh)
+    found = engine_arguments(config, mesh, sleeps=False)
     assert found["max_model_len"] == 128 and found["dtype"] == config.model.dtype
     assert found["logprobs_mode"] == "processed_logprobs" and found["generation_config"] == "vllm"
     assert found["load_format"] == "dummy" and found["distributed_executor_backend"] == "external_launcher"
@@ -62,3 +65,48 @@ def test_the_engines_fused_tensors_are_taken_apart(tied):
     wanted = {"model.embed_tokens.weight", *(f"{layer}.self_attn.{n}_proj.bias" for n in "qkv"),
               f"{layer}.mlp.gate_proj.weight", f"{layer}.mlp.up_proj.weight", "model.norm.weight"}
     assert hf_names(_Model(tied)) == (wanted if tied else wanted | {"lm_head.weight"})
+
+
+class _Engine:
+    """As much of vLLM as `generate` uses: requests end one a step, the last first, and come back in order."""
+
+    def __init__(self):
+        self.request_counter = itertools.count(7)
+        self.llm_engine = self
+        self.events = []
+
+    def step(self):
+        request_id, prompt = self.waiting.pop()
+        self.events.append(f"step {request_id}")
+        logprobs = SimpleNamespace(logprobs=[-1.0], start_indices=[0])
+        best = SimpleNamespace(logprobs=logprobs, token_ids=[65], finish_reason="stop")
+        output = SimpleNamespace(request_id=str(request_id), finished=True, outputs=[best],
+                                 prompt_token_ids=prompt["prompt_token_ids"])
+        return [SimpleNamespace(finished=False), output]
+
+    def generate(self, prompts, parameters, use_tqdm):
+        self.waiting = [(next(self.request_counter), prompt) for prompt in prompts]
+        while self.waiting:
+            self.step()
+        return None
+
+
+def test_completions_are_handed_out_as_they_end(tokenizer):
+    """In the order in which the engine ends them, between its steps; the result is in the order of the prompts, and
+    a second call counts from where the first ended."""
+    rollout = Rollout.__new__(Rollout)
+    rollout._config, rollout._tokenizer, rollout._llm = Config(), tokenizer, _Engine()
+    rollout._vllm = SimpleNamespace(SamplingParams=dict)
+    rollout.state, rollout.version = EngineState.READY, 3
+    prompts = [Prompt(0, "a", [1], {}), Prompt(1, "b", [2, 2], {})]
+    for first_id in (8, 13):
+        events = rollout._llm.events
+        events.clear()
+        found = rollout.generate(prompts, 10, 0, Sampling(2, 5), lambda place, c: events.append((place, c.group,
+                                                                                                c.sample, c.text)))
+        text = tokenizer.decode([65])
+        assert events == [event for place in (3, 2, 1, 0)
+                          for event in (f"step {first_id + place}", (place, 10 + place // 2, place % 2, text))]
+        assert [(c.group, c.sample, c.prompt_ids) for c in found] == [
+            (10, 0, [1]), (10, 1, [1]), (11, 0, [2, 2]), (11, 1, [2, 2])]
+    assert rollout.generate([], 0, 0, Sampling(2, 5)) == []
