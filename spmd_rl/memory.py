@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TextIO
 
 import torch
@@ -67,6 +68,8 @@ class Memory:
         self._moves_any = any(plan.tenants[t] for t in set(Tenant) - plan.residents)
         self._running: list[Moved] = []
         self._ended: list[Moved] = []
+        self._background = ThreadPoolExecutor(1)
+        self._freeing: Future[None] | None = None
         self.phase = "train"
 
     def enter(self, phase: str) -> None:
@@ -75,6 +78,7 @@ class Memory:
         From train to rollout leads through sync: the engine's weights are gone while it sleeps.
         """
         with self._metrics.timed("swap"):
+            self._settle()
             if phase == "rollout" and self._rollout.state not in (EngineState.WEIGHTS_LOADED, EngineState.READY):
                 raise RuntimeError(f"cannot enter rollout: the engine is {self._rollout.state.value}; sync first")
             self._report()
@@ -89,6 +93,22 @@ class Memory:
                 self._engine_makes_way(wanted)
             self.phase = phase
             self._write_timeline()
+            if phase == "rollout" and self._offloader.is_leaving:
+                self._freeing = self._background.submit(self._free)
+
+    def _free(self) -> None:
+        """While the engine samples: wait for the copies out, and give their memory to the driver."""
+        if self._is_cuda:
+            torch.cuda.set_device(self._mesh.device)  # a thread begins on the first one
+        self._offloader.finish_leaving()
+        self._empty_cache()
+        self._write_timeline()
+
+    def _settle(self) -> None:
+        """No more moves behind this thread's back; raises what went wrong there."""
+        if self._freeing:
+            freeing, self._freeing = self._freeing, None
+            freeing.result()
 
     def _policy_makes_way(self, wanted: Collection[Tenant]) -> None:
         """Into sync or rollout. Where the engine's memory is free already, the copies out go on behind it."""
@@ -119,6 +139,7 @@ class Memory:
 
     def wait_for_step(self) -> None:
         """Masters and moments are back when this returns: the optimizer step may use them."""
+        self._settle()
         with self._metrics.timed("swap"):
             self._offloader.wait(STEP_ONLY)
 
@@ -129,6 +150,7 @@ class Memory:
         Where they do not fit beside the engine on every rank, it sleeps first, and needs a sync afterwards. Collective.
         """
         with self._metrics.timed("swap"):
+            self._settle()
             away = self._offloader.bytes_away(tenants)
             if not self._mesh.all_true(not away or self._fits(away)):
                 self._offloader.finish_leaving()
@@ -158,6 +180,8 @@ class Memory:
 
     def close(self) -> None:
         """No more follows."""
+        self._settle()
+        self._background.shutdown()
         for timeline in self._timelines:
             timeline.close()
 

@@ -192,6 +192,11 @@ class Offloader:
                 self._copy_out(storage, entry, moved)
         return self._end(moved, self._out)
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether something left that is not freed yet."""
+        return bool(self._leaving)
+
     def finish_leaving(self) -> None:
         """Wait for what leaves, and free its device memory."""
         while self._leaving:
