@@ -191,6 +191,8 @@ class BatchConfig:
     """Parts of a rollout, by prompts, with an optimizer step each."""
     max_tokens_per_microbatch: int = 16384
     """Token budget of one packed row; a longer sequence gets a row of its own."""
+    shared_prompt: bool | Literal["auto"] = "auto"
+    """Compute a group's prompt once for all of its completions: on, off, or auto, which does where it saves enough."""
 
 
 @dataclass

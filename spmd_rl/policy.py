@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import get_scheduler
 
-from spmd_rl import model
+from spmd_rl import attention, model
 from spmd_rl.batch import MicroBatch
 from spmd_rl.config import Config, ConfigError
 from spmd_rl.mesh import Mesh, say_once
@@ -29,8 +29,6 @@ ENGINE_COUNTS = ("global_steps", "global_samples", "skipped_steps")
 # Where DeepSpeed's optimizers keep fp32 masters; stage 3 empties the groups of the optimizer below outside its step.
 MASTERS = ("fp32_groups", "fp32_groups_flat_partition", "single_partition_of_fp32_groups",
            "fp32_partitioned_groups_flat")
-ROW_BLOCKS = 8  # lengths that a packed row may have on CUDA: each is compiled once
-
 
 @dataclass
 class StepResult:
@@ -84,16 +82,16 @@ class Engine:
         else:
             self.model = model.build(config.model, hf_config, config.policy.logprob_memory_gib)
         self.hf_config: Any = self.model.lm.config
+        self.model.row_lengths = row_lengths(config.batch.max_tokens_per_microbatch, config.max_model_len)
+        self.shape = model.shape(self.model.lm)
 
     @property
     def row_block(self) -> int:
         """Packed rows are filled up to a multiple of this many tokens."""
-        if self._mesh.device.type == "cpu":
-            return 1
-        return max(128, self._config.batch.max_tokens_per_microbatch // ROW_BLOCKS // 128 * 128)
+        return 1 if self._mesh.device.type == "cpu" else attention.BLOCK
 
     def _forward(self, mb: MicroBatch) -> tuple[Tensor, Tensor]:
-        return self.engine(mb.input_ids_S, mb.positions_S, mb.segment_ids_S, mb.target_index_N, mb.target_ids_N,
+        return self.engine(mb.input_ids_S, mb.positions_S, mb.segments_3S, mb.target_index_N, mb.target_ids_N,
                            self._temperature)
 
     @torch.no_grad()
@@ -410,6 +408,15 @@ class Reference(Engine):
         for _, parameter in self.named_parameters() if self.zero_stage == 3 else ():
             if parameter.ds_status.name == "AVAILABLE":  # type: ignore[attr-defined]
                 parameter.partition()  # type: ignore[attr-defined]
+
+
+def row_lengths(max_tokens: int, max_model_len: int) -> list[int]:
+    """The lengths that attention is compiled for: half the token budget, the budget, and its doubles until the longest
+    sequence fits. Few, so that all are met in a run's first steps; filler costs next to nothing there."""
+    lengths = [attention.round_up(max_tokens // 2), attention.round_up(max_tokens)]
+    while lengths[-1] < max_model_len:
+        lengths.append(2 * lengths[-1])
+    return lengths
 
 
 def deepspeed_config(config: Config, stage: int) -> dict[str, Any]:

@@ -138,7 +138,8 @@ def learn(parts: Parts, completions: Sequence[Completion]) -> None:
     config, mesh, metrics = parts.config, parts.mesh, parts.metrics
     updates = []
     for part in minibatches(completions, config.batch.num_minibatches):
-        plan = plan_step(part, mesh.world_size, config.batch.max_tokens_per_microbatch)
+        plan = plan_step(part, mesh.world_size, config.batch.max_tokens_per_microbatch, config.batch.shared_prompt,
+                         parts.policy.shape)
         rows = [pack(row, mesh.device, parts.policy.row_block) for row in mesh.mine(plan)]
         updates.append((rows, StepTotals.of(part)))
     all_rows = [mb for rows, _ in updates for mb in rows]

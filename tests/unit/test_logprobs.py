@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmd_rl.logprobs import BYTES_PER_LOGIT, LogprobHead, TiledLogprobs
 
@@ -29,9 +28,9 @@ def reference(hidden, weight, targets, temperature, grad, entropy_grad=None):
     return logprobs_N.detach(), entropy_N.detach(), hidden.grad, weight.grad
 
 
-def tiled(hidden, weight, targets, temperature, grad, tile, entropy_grad=None):
+def tiled(hidden, weight, targets, temperature, grad, max_logits, entropy_grad=None):
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    logprobs_N, entropy_N = TiledLogprobs.apply(hidden, weight, targets, temperature, tile)
+    logprobs_N, entropy_N = TiledLogprobs.apply(hidden, weight, targets, temperature, max_logits)
     total = (logprobs_N * grad).sum()
     if entropy_grad is not None:  # else its gradient is None, which is the path without a bonus
         total = total + (entropy_N * entropy_grad).sum()
@@ -42,31 +41,31 @@ def tiled(hidden, weight, targets, temperature, grad, tile, entropy_grad=None):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.5, 2.0])
-@pytest.mark.parametrize("tile", [1, 3, 16, 1000])
+@pytest.mark.parametrize("max_logits", [1, V, 3 * V, 16 * V, 1000 * V])
 @pytest.mark.parametrize("n", [0, 1, 16, 17, 50])
-def test_equals_float64_for_every_tile(close, n, tile, temperature):
-    """No tile size changes values or gradients, also where it does not divide N and where N is 0."""
+def test_equals_float64_for_every_tile(close, n, max_logits, temperature):
+    """No tile size changes values or gradients, also where it divides neither N nor V and where N is 0."""
     data = draw(n)
     expected = reference(*data[:3], temperature, data[3])
-    found = tiled(*data[:3], temperature, data[3], tile)
+    found = tiled(*data[:3], temperature, data[3], max_logits)
     for a, b in zip(found, expected):
         close(a, b, TOLERANCE)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-@pytest.mark.parametrize("tile", [3, 1000])
+@pytest.mark.parametrize("max_logits", [3 * V, 1000 * V])
 @pytest.mark.parametrize("n", [0, 17])
-def test_the_entropy_has_a_gradient(close, n, tile, temperature):
+def test_the_entropy_has_a_gradient(close, n, max_logits, temperature):
     """d entropy / d logits = -p (log p + entropy) / T, together with the log-prob's: what an entropy bonus needs."""
     data = draw(n)
     entropy_grad = draw(n)[3].flip(0) * 2
     expected = reference(*data[:3], temperature, data[3], entropy_grad)
-    for a, b in zip(tiled(*data[:3], temperature, data[3], tile, entropy_grad), expected):
+    for a, b in zip(tiled(*data[:3], temperature, data[3], max_logits, entropy_grad), expected):
         close(a, b, TOLERANCE)
 
 
-@pytest.mark.parametrize("tile", [5, 64])
-def test_bf16_operands_have_fp32_logits(close, tile):
+@pytest.mark.parametrize("max_logits", [5 * V, 64 * V])
+def test_bf16_operands_have_fp32_logits(close, max_logits):
     """bf16 hidden states and weights: log-probs and entropy to 1e-5 of the same operands in float64.
 
     Logits rounded to bf16 are off by 2^-9 of their size, 0.03 here. Gradients are returned in bf16 (half a
@@ -74,7 +73,7 @@ def test_bf16_operands_have_fp32_logits(close, tile):
     """
     data = draw(40, torch.bfloat16, scale=2.0)
     expected = reference(*data[:3], 0.7, data[3])
-    found = tiled(*data[:3], 0.7, data[3], tile)
+    found = tiled(*data[:3], 0.7, data[3], max_logits)
     close(found[0], expected[0], TOLERANCE)
     close(found[1], expected[1], TOLERANCE)
     for a, b in zip(found[2:], expected[2:]):
@@ -89,7 +88,7 @@ def test_large_logits_stay_finite(close, scale):
     """
     data = draw(20, scale=scale)
     expected = reference(*data[:3], 1.0, data[3])
-    found = tiled(*data[:3], 1.0, data[3], 7)
+    found = tiled(*data[:3], 1.0, data[3], 7 * V)
     assert all(torch.isfinite(t).all() for t in found)
     for place in (0, 2, 3):
         close(found[place], expected[place], TOLERANCE)
@@ -130,27 +129,14 @@ def test_an_empty_row_still_gives_the_weight_a_gradient():
     assert torch.equal(weight.grad, torch.zeros(V, H))
 
 
-class LargestTensor(TorchDispatchMode):
-    """Notes the most elements of any tensor that an operation returns."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(value, torch.Tensor):
-                self.numel = max(self.numel, value.numel())
-        return result
-
-
 @pytest.mark.parametrize("rows", [16, 100])
-def test_all_logits_never_exist_at_once(rows):
+def test_all_logits_never_exist_at_once(largest_tensor, rows):
     """The largest tensor of forward and backward is a tile of `memory_gib`, or one that the caller has too."""
     n, h, v = 1000, 4, 512
     weight = torch.nn.Parameter(torch.randn(v, h))
     head = LogprobHead(weight, memory_gib=rows * v * BYTES_PER_LOGIT / 2**30)
     hidden = torch.randn(n, h, requires_grad=True)
-    with LargestTensor() as largest:
+    with largest_tensor() as largest:
         logprobs, _ = head(hidden, torch.randint(v, (n,)), 1.0)
         logprobs.sum().backward()
     assert largest.numel == max(rows * v, n * h, v * h)

@@ -116,7 +116,7 @@ def test_a_packed_row_has_the_logprobs_and_gradients_of_plain_forwards(model_fol
     model, plain = load_both(model_folder(family, tied=tied), memory_gib=1e-9)  # the smallest tiles
     row = sequences(completion)
     mb = pack(row, torch.device("cpu"), block=64)
-    logprobs_N, entropy_N = model(mb.input_ids_S, mb.positions_S, mb.segment_ids_S, mb.target_index_N,
+    logprobs_N, entropy_N = model(mb.input_ids_S, mb.positions_S, mb.segments_3S, mb.target_index_N,
                                   mb.target_ids_N, temperature)
     found = [plain_logprobs(plain, c, temperature) for c in row]
     expected_N = torch.cat([logprobs for logprobs, _ in found])
@@ -176,7 +176,7 @@ def test_gradient_checkpointing_changes_no_gradient(model_folder, completion, fa
             model.lm.gradient_checkpointing_enable({"use_reentrant": False})
         model.zero_grad()
         model.train()
-        model(mb.input_ids_S, mb.positions_S, mb.segment_ids_S, mb.target_index_N, mb.target_ids_N,
+        model(mb.input_ids_S, mb.positions_S, mb.segments_3S, mb.target_index_N, mb.target_ids_N,
               1.0)[0].sum().backward()
         grads.append([p.grad.clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads))
@@ -188,7 +188,7 @@ def test_a_row_without_targets_gives_every_parameter_a_gradient_of_zero(model_fo
     """A dummy row's backward reaches every parameter with exactly 0, so that ranks reduce the same tensors."""
     model, _ = load_both(model_folder(family, tied=tied))
     mb = pack([], torch.device("cpu"))
-    logprobs_N, _ = model(mb.input_ids_S, mb.positions_S, mb.segment_ids_S, mb.target_index_N, mb.target_ids_N, 1.0)
+    logprobs_N, _ = model(mb.input_ids_S, mb.positions_S, mb.segments_3S, mb.target_index_N, mb.target_ids_N, 1.0)
     assert logprobs_N.shape == (0,)
     logprobs_N.sum().backward()
     for name, parameter in model.named_parameters():
@@ -201,7 +201,7 @@ def test_case_75_the_models_temperature_is_the_samplers(model_folder, completion
     model, plain = load_both(model_folder("qwen3"))
     row = sequences(completion)[:1]
     mb = pack(row, torch.device("cpu"))
-    fields = mb.input_ids_S, mb.positions_S, mb.segment_ids_S, mb.target_index_N, mb.target_ids_N
+    fields = mb.input_ids_S, mb.positions_S, mb.segments_3S, mb.target_index_N, mb.target_ids_N
     with torch.no_grad():
         found, raw = model(*fields, 0.5)[0], model(*fields, 1.0)[0]
         expected = plain_logprobs(plain, row[0], 0.5)[0]
