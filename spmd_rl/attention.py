@@ -186,6 +186,11 @@ def _per_segment(query: Tensor, key: Tensor, value: Tensor, packed: PackedSegmen
     return out_SHD.transpose(0, 1)[None]
 
 
+def num_compilations() -> int:
+    """Graphs that torch compiled in this process so far, forward and backward counted as one."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 _compiled_flex = None
 
 

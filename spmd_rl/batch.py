@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from spmd_rl.flops import ModelShape
+from spmd_rl.flops import Flops, ModelShape
 
 EMPTY_ROW_TOKENS = 8  # a row without sequences still passes every module: ZeRO-3's gathers are collective
 MIN_SAVING = 0.03  # share of a group's operations that sharing its prompt must save
@@ -250,6 +250,18 @@ def fit(unit: Unit, max_tokens: int) -> list[Unit]:
 def num_tokens(unit: Unit) -> int:
     """Tokens that a unit takes in a row."""
     return len(unit[0].prompt_ids) + sum(len(c.token_ids) for c in unit)
+
+
+def work(rows: Sequence[Row], shape: ModelShape) -> Flops:
+    """Forward of rows as they are computed."""
+    units = [unit for row in rows for unit in row]
+    return sum((shape.of(len(u[0].prompt_ids), [len(c.token_ids) for c in u]) for u in units), Flops())
+
+
+def work_of_copies(rows: Sequence[Row], shape: ModelShape) -> Flops:
+    """Forward of the same completions with a copy of the prompt for each."""
+    units = [unit for row in rows for unit in row]
+    return sum((shape.of_copies(len(u[0].prompt_ids), [len(c.token_ids) for c in u]) for u in units), Flops())
 
 
 def cost(unit: Unit, shape: ModelShape) -> float:

@@ -13,6 +13,15 @@ ATTENTION_BACKWARD = 2.5  # five products for the forward's two: the scores are 
 HEAD_BACKWARD = 3  # the logits again, then a product for each operand
 
 
+# Part of a device's name -> its dense bf16 peak in TFLOP/s, by its data sheet.
+PEAK_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "B200": 2250, "L40S": 362, "MI300X": 1307}
+
+
+def peak_tflops(device_name: str) -> float:
+    """The data sheet's bf16 peak, or 0 for a device that is not in the table."""
+    return next((peak for name, peak in PEAK_TFLOPS.items() if name in device_name), 0)
+
+
 @dataclass(frozen=True)
 class Flops:
     """One forward pass over some tokens, by kind."""

@@ -109,8 +109,11 @@ def _fused(function: Callable[..., Any], is_cuda: bool) -> Callable[..., Any]:
 
 
 def _tiles(size: int, most: int) -> list[slice]:
-    """Neighbouring parts of at most `most` items, which are whole multiples of ALIGNED but for the last."""
-    step = max(1, most // ALIGNED * ALIGNED if most > ALIGNED else most)
+    """Neighbouring parts of nearly equal size, at most `most` items, multiples of ALIGNED where that allows it."""
+    count = -(-size // max(1, most))
+    step = max(1, -(-size // max(1, count)))
+    if most >= ALIGNED:
+        step = min(-(-step // ALIGNED), most // ALIGNED) * ALIGNED
     return [slice(start, min(start + step, size)) for start in range(0, size, step)]
 
 

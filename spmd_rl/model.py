@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
@@ -116,6 +117,15 @@ def shape(lm: Any) -> ModelShape:
         linear_parameters=sum(sizes), head_parameters=config.vocab_size * config.hidden_size,
         attention_width=config.num_attention_heads * head_size,
         windows=tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds))
+
+
+def checkpoint_blocks(lm: Any, every: int) -> float:
+    """Recompute every so-many-th block in backward; returns their share of all blocks."""
+    lm.gradient_checkpointing_enable({"use_reentrant": False})
+    blocks = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for number, block in enumerate(blocks):
+        block.gradient_checkpointing = number % every == 0
+    return sum(block.gradient_checkpointing for block in blocks) / len(blocks)
 
 
 def build(config: ModelConfig, hf_config: Any, logprob_memory_gib: float) -> LogprobModel:

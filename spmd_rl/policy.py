@@ -20,6 +20,8 @@ from transformers import get_scheduler
 from spmd_rl import attention, model
 from spmd_rl.batch import MicroBatch
 from spmd_rl.config import Config, ConfigError
+from spmd_rl.flops import peak_tflops
+from spmd_rl.layers import compile_layers
 from spmd_rl.mesh import Mesh, say_once
 from spmd_rl.offload import Storages, Tenant, reachable_storages
 from spmd_rl.shards import Piece, Shards, cut
@@ -29,6 +31,7 @@ ENGINE_COUNTS = ("global_steps", "global_samples", "skipped_steps")
 # Where DeepSpeed's optimizers keep fp32 masters; stage 3 empties the groups of the optimizer below outside its step.
 MASTERS = ("fp32_groups", "fp32_groups_flat_partition", "single_partition_of_fp32_groups",
            "fp32_partitioned_groups_flat")
+
 
 @dataclass
 class StepResult:
@@ -84,11 +87,21 @@ class Engine:
         self.hf_config: Any = self.model.lm.config
         self.model.row_lengths = row_lengths(config.batch.max_tokens_per_microbatch, config.max_model_len)
         self.shape = model.shape(self.model.lm)
+        if config.policy.compile_layers:
+            compile_layers(self.model.lm)
 
     @property
     def row_block(self) -> int:
         """Packed rows are filled up to a multiple of this many tokens."""
         return 1 if self._mesh.device.type == "cpu" else attention.BLOCK
+
+    @property
+    def peak_tflops(self) -> float:
+        """Of this rank's device; 0 where it is not known."""
+        if self._config.metrics.peak_tflops or self._mesh.device.type == "cpu":
+            return self._config.metrics.peak_tflops
+        is_bf16 = self._config.model.dtype == "bfloat16"
+        return peak_tflops(torch.cuda.get_device_name(self._mesh.device)) if is_bf16 else 0.0
 
     def _forward(self, mb: MicroBatch) -> tuple[Tensor, Tensor]:
         return self.engine(mb.input_ids_S, mb.positions_S, mb.segments_3S, mb.target_index_N, mb.target_ids_N,
@@ -159,8 +172,9 @@ class Policy(Engine):
         self._nonfinite_in_a_row = 0
         ds_config = deepspeed_config(config, config.policy.zero_stage)
         super().__init__(config, mesh, hf_config, ds_config)
+        self.recomputed = 0.0
         if config.policy.gradient_checkpointing:
-            self.model.lm.gradient_checkpointing_enable({"use_reentrant": False})
+            self.recomputed = model.checkpoint_blocks(self.model.lm, config.policy.gradient_checkpointing_every)
         optimizer: Any = _make_optimizer(self.model, config, mesh.device)
         p = config.policy
         num_updates = config.run.max_steps * config.updates_per_step

@@ -61,7 +61,7 @@ def test_packed_rows_equal_single_rows(family, make_model):
             alone.append(scores.gather(-1, torch.tensor(c.token_ids).cuda()[:, None])[:, 0])
         mb = pack(sequences, torch.device("cuda"), block=128)
         packed, _ = packed_model(lm)(mb.input_ids_S, mb.positions_S, mb.segments_3S, mb.target_index_N,
-        mb.target_ids_N, 1.0)
+                                     mb.target_ids_N, 1.0)
     # TF32 is off by default; the kernels sum in another order.
     assert (packed.double() - torch.cat(alone)).abs().max() < 2e-3
 
