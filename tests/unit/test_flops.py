@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from spmd_rl.flops import Flops, ModelShape, seen_pairs
+from spmd_rl.flops import Flops, ModelShape, peak_tflops, seen_pairs
 from spmd_rl.model import shape
 
 SMALL = ModelShape(linear_parameters=10, head_parameters=7, attention_width=3, windows=(None, 4))
@@ -66,3 +66,10 @@ def test_shape_is_the_models(model_folder, family, tied):
     assert wanted == pytest.approx(products, rel=0.01)  # rotary angles are a product too
     assert found.attention_width == 4 * 8
     assert found.windows == ((32, None) if family == "gemma3" else (None, None))
+
+
+@pytest.mark.parametrize("name, peak", [("NVIDIA H200", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 80GB HBM3", 989),
+                                        ("NVIDIA A100-SXM4-80GB", 312), ("Some CPU", 0)])
+def test_peaks_are_the_data_sheets(name, peak):
+    """By the name that the driver gives; unknown is 0."""
+    assert peak_tflops(name) == peak
