@@ -1,7 +1,11 @@
 """Packed attention: a token sees its own sequence's past, and nothing of its neighbours."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from spmd_rl import attention
@@ -270,3 +274,70 @@ def test_equals_a_padded_batch(logprobs_of, model_folder, completion, close, fam
                                position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits[0, start:start + len(ids)]
             logprobs = logits.log_softmax(-1)[len(c.prompt_ids) - 1:-1]
             close(found, logprobs.gather(-1, torch.tensor(c.token_ids)[:, None])[:, 0], 1e-5)
+
+
+def test_rows_of_one_length_share_a_compilation(monkeypatch, close):
+    """FlexAttention is compiled once for rows of any segments, sizes and windows that take one length."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(attention, "_compiled_flex",
+                        torch.compile(flex_attention, dynamic=False, backend="aot_eager"))
+    before = attention.num_compilations()
+    for seed, layout in enumerate([[9], [3, (4, [5, 2])], [200], [(100, [20] * 5)], [256], [-3]]):
+        for window in (None, 3):
+            segments = segments_of(layout)
+            # As projections give them: tokens before heads.
+            tensors = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in draw(segments.shape[1], seed=seed)]
+            with torch.no_grad():
+                out = attention._flex(*tensors, PackedSegments(segments, lengths=[256]), window, None)
+            close(out.transpose(1, 2), reference(*tensors, sees(layout, window), None), 2e-6)
+    assert attention.num_compilations() == before + 1
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_no_layer_reads_from_the_device(monkeypatch, model_folder, completion, family, reads):
+    """Forward and backward the way that CUDA takes, on tensors without data: a host that waits for a value of the
+    device fails here (and so does the test's own read of one)."""
+    def on_device(query, key, value, packed, window, scaling):
+        if reads:
+            int(packed.block_mask(window).kv_num_blocks.max())
+        return attention._flex(query, key, value, packed, window, scaling)
+
+    def same_operands(query, key, value, block_mask, **kwargs):
+        assert block_mask.shape[-1] == query.shape[2] == 128
+        return query + key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+
+    monkeypatch.setattr(attention, "_per_segment", on_device)
+    monkeypatch.setattr(attention, "_compiled_flex", same_operands)
+    config = ModelConfig(path=model_folder(family, num_layers=2), dtype="float32")
+    model = build(config, load_hf_config(config), 1.0).train()
+    model.lm.gradient_checkpointing_enable({"use_reentrant": False})
+    mb = pack([[completion([5] * 9, prompt_ids=[1] * 30), completion([6, 7], prompt_ids=[1] * 30)]],
+              torch.device("cpu"))
+
+    def learn():
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake = [mode.from_tensor(t) for t in (mb.input_ids_S, mb.positions_S, mb.segments_3S, mb.target_index_N,
+                                                  mb.target_ids_N)]
+            logprobs_N, entropy_N = model(*fake, 0.7)
+            (logprobs_N + entropy_N).sum().backward()
+
+    if reads:
+        with pytest.raises(DataDependentOutputException):
+            learn()
+    else:
+        learn()
+
+
+def test_the_documented_figure_is_the_mask(completion):
+    """docs/shared_prompts.md draws a prompt of 4 with completions of 3 and 2, and a sequence of 3 beside them."""
+    text = (Path(__file__).parents[2] / "docs" / "shared_prompts.md").read_text()
+    lines = text.split("```")[1].strip().splitlines()[1:]
+    drawn = [[mark == "#" for mark in line if mark in "#."] for line in lines]
+    positions = [int(re.search(r"\d+", line)[0]) for line in lines]
+    row = [[completion([1] * n, prompt_ids=[0] * 4) for n in (3, 2)], completion([1], prompt_ids=[0, 0])]
+    mb = pack(row, torch.device("cpu"))
+    mask = PackedSegments(mb.segments_3S).block_mask(None).mask_mod
+    place = torch.arange(12)
+    assert drawn == mask(0, 0, place[:, None], place[None, :]).tolist()
+    assert positions == mb.positions_S.tolist()
