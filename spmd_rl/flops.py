@@ -29,9 +29,12 @@ class Flops:
     linear: int = 0
     head: int = 0
     attention: int = 0
+    last: int = 0
+    """The part of `linear` that a block ends with: its recomputation stops before, since backward needs no result."""
 
     def __add__(self, other: "Flops") -> "Flops":
-        return Flops(self.linear + other.linear, self.head + other.head, self.attention + other.attention)
+        return Flops(self.linear + other.linear, self.head + other.head, self.attention + other.attention,
+                     self.last + other.last)
 
     @property
     def forward(self) -> int:
@@ -40,7 +43,7 @@ class Flops:
 
     def training(self, recomputed: float) -> float:
         """Executed by forward and backward; recomputed: share of the blocks whose forward is done twice."""
-        blocks = self.linear * (1 + LINEAR_BACKWARD + recomputed)
+        blocks = self.linear * (1 + LINEAR_BACKWARD + recomputed) - self.last * recomputed
         attention = self.attention * (1 + ATTENTION_BACKWARD + recomputed)
         return blocks + attention + self.head * (1 + HEAD_BACKWARD)
 
@@ -56,6 +59,8 @@ class ModelShape:
 
     linear_parameters: int = 1
     """Entries of the blocks' matrices."""
+    last_parameters: int = 0
+    """Those of them that a block ends with."""
     head_parameters: int = 0
     """V times H."""
     attention_width: int = 0
@@ -71,9 +76,9 @@ class ModelShape:
             seen = seen_pairs(0, prompt_length, window)
             seen += sum(seen_pairs(prompt_length, length, window) for length in completion_lengths)
             pairs += seen * self.windows.count(window)
-        return Flops(linear=2 * self.linear_parameters * (prompt_length + num_targets),
-                     head=2 * self.head_parameters * num_targets,
-                     attention=4 * self.attention_width * pairs)
+        num_tokens = prompt_length + num_targets
+        return Flops(linear=2 * self.linear_parameters * num_tokens, head=2 * self.head_parameters * num_targets,
+                     attention=4 * self.attention_width * pairs, last=2 * self.last_parameters * num_tokens)
 
     def of_copies(self, prompt_length: int, completion_lengths: Sequence[int]) -> Flops:
         """The same with a copy of the prompt for each completion."""

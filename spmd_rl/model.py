@@ -113,16 +113,23 @@ def shape(lm: Any) -> ModelShape:
     sizes = [getattr(p, "ds_numel", p.numel()) for p in lm.parameters()
              if len(getattr(p, "ds_shape", p.shape)) == 2 and id(p) not in outside]
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    # With a norm after it, the last product's result is needed in backward, and is not the last.
+    ends = [block.mlp.down_proj.weight for block in _blocks(lm) if not hasattr(block, "post_feedforward_layernorm")]
     return ModelShape(
-        linear_parameters=sum(sizes), head_parameters=config.vocab_size * config.hidden_size,
+        linear_parameters=sum(sizes), last_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in ends),
+        head_parameters=config.vocab_size * config.hidden_size,
         attention_width=config.num_attention_heads * head_size,
         windows=tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds))
+
+
+def _blocks(lm: Any) -> list[Any]:
+    return [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def checkpoint_blocks(lm: Any, every: int) -> float:
     """Recompute every so-many-th block in backward; returns their share of all blocks."""
     lm.gradient_checkpointing_enable({"use_reentrant": False})
-    blocks = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
+    blocks = _blocks(lm)
     for number, block in enumerate(blocks):
         block.gradient_checkpointing = number % every == 0
     return sum(block.gradient_checkpointing for block in blocks) / len(blocks)
