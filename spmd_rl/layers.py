@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 BACKEND = "inductor"
+MAX_COMPILATIONS = 64  # of one function: ranks of its input, with and without gradient, policy and reference
 MLP_PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
 
@@ -21,6 +22,7 @@ def compile_layers(lm: Any) -> None:
 
     The last is the function of all models of that architecture in this process.
     """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_COMPILATIONS)
     for module in lm.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = functools.partial(_norm, module)

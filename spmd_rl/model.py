@@ -113,8 +113,10 @@ def shape(lm: Any) -> ModelShape:
     sizes = [getattr(p, "ds_numel", p.numel()) for p in lm.parameters()
              if len(getattr(p, "ds_shape", p.shape)) == 2 and id(p) not in outside]
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    # With a norm after it, the last product's result is needed in backward, and is not the last.
-    ends = [block.mlp.down_proj.weight for block in _blocks(lm) if not hasattr(block, "post_feedforward_layernorm")]
+    # With a norm after it, the last product's result is needed in backward, and is not the last. Where neither is known
+    # by its name, the recomputation counts as whole.
+    ends = [block.mlp.down_proj.weight for block in _blocks(lm)
+            if hasattr(getattr(block, "mlp", None), "down_proj") and not hasattr(block, "post_feedforward_layernorm")]
     return ModelShape(
         linear_parameters=sum(sizes), last_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in ends),
         head_parameters=config.vocab_size * config.hidden_size,
@@ -132,7 +134,7 @@ def checkpoint_blocks(lm: Any, every: int) -> float:
     blocks = _blocks(lm)
     for number, block in enumerate(blocks):
         block.gradient_checkpointing = number % every == 0
-    return sum(block.gradient_checkpointing for block in blocks) / len(blocks)
+    return sum(block.gradient_checkpointing for block in blocks) / max(1, len(blocks))
 
 
 def build(config: ModelConfig, hf_config: Any, logprob_memory_gib: float) -> LogprobModel:

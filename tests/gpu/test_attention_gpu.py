@@ -128,3 +128,27 @@ def test_logprob_head_in_bf16(memory_gib):
     assert (logprobs - wanted).abs().max() < 1e-4
     for got, right in ((hidden.grad, hidden64.grad), (weight.grad, weight64.grad)):
         assert (got.double() - right).abs().max() <= BF16_TOLERANCE * right.abs().max()
+
+
+def test_case_79_the_head_takes_less_than_a_copy_of_the_logits():
+    """4096 tokens x 151,936 words in bf16, forward and backward: below one fp32 copy (2.32 GiB) beyond the weight's
+    gradient, and log-probs of the direct fp32 computation."""
+    torch.manual_seed(0)
+    n, v, h = 4096, 151936, 1024
+    hidden = torch.randn(n, h, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(v, h, device="cuda", dtype=torch.bfloat16) / 32)
+    targets = torch.randint(v, (n,), device="cuda")
+    head = LogprobHead(weight, 1.0)
+    head(hidden, targets, 0.7)[0].sum().backward()  # compiles
+    weight.grad = hidden.grad = None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    logprobs, _ = head(hidden, targets, 0.7)
+    logprobs.sum().backward()
+    extra = torch.cuda.max_memory_allocated() - before - weight.grad.nbytes
+    assert extra < n * v * 4, f"{extra / 2**30:.2f} GiB"
+    with torch.no_grad():
+        for part in (slice(0, 256), slice(3840, 4096)):
+            logits = torch.mm(hidden[part], weight.T, out_dtype=torch.float32) / 0.7
+            direct = logits.log_softmax(-1).gather(-1, targets[part, None])[:, 0]
+            assert (logprobs[part] - direct).abs().max() <= 1e-5 * direct.abs().max()

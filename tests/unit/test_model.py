@@ -32,6 +32,15 @@ REFUSED = {
     "bart": (dict(), "encoder-decoder"),
     "qwen3_next": (dict(layer_types=["linear_attention", "full_attention"], num_experts=0), "linear_attention"),
     "llama": (dict(quantization_config={"quant_method": "fp8"}), "quantised"),
+    # State-space, convolution and recurrent layers would carry one sequence's state into the next.
+    "mamba": (dict(), "linear_attention|MambaForCausalLM"),
+    "mamba2": (dict(num_heads=2, head_dim=16, n_groups=1), "linear_attention|Mamba2ForCausalLM"),
+    "jamba": (dict(num_experts=1), "linear_attention|JambaForCausalLM"),
+    "falcon_h1": (dict(), "FalconH1ForCausalLM|hybrid"),
+    "lfm2": (dict(layer_types=["conv", "full_attention"]), "conv"),
+    "recurrent_gemma": (dict(), "RecurrentGemmaForCausalLM|recurrent"),
+    "bamba": (dict(mamba_n_heads=2), "linear_attention|BambaForCausalLM"),
+    "zamba2": (dict(), "linear_attention|hybrid|Zamba2ForCausalLM"),
 }
 
 
@@ -44,7 +53,7 @@ def save_config(folder, model_type, fields):
 def test_what_is_not_supported_is_refused_by_name(tmp_path, model_type):
     """Decision 11: before any weight is read, with the folder and what it is. True equals 1.0, and must not pass."""
     fields, word = REFUSED[model_type]
-    sizes = {} if model_type in ("t5", "bart", "qwen2_5_vl") else TINY
+    sizes = {} if model_type in ("t5", "bart", "qwen2_5_vl", "zamba2") else TINY
     with pytest.raises(ConfigError, match=word) as error:
         load_hf_config(save_config(tmp_path, model_type, sizes | fields))
     assert "model.path" in str(error.value) and str(tmp_path) in str(error.value)

@@ -5,11 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from spmd_rl import shards
-from spmd_rl.batch import pack, work
-from spmd_rl.config import Config, ConfigError, ModelConfig
+from spmd_rl.batch import StepTotals, pack, work
+from spmd_rl.checks import LOSS_TYPES
+from spmd_rl.config import Config, ConfigError, LossConfig, ModelConfig
+from spmd_rl.losses import LossInputs, loss_metrics, policy_loss
 from spmd_rl.model import build, checkpoint_blocks, load_hf_config, shape
 from spmd_rl.policy import Engine, _buckets, _make_optimizer, deepspeed_config, row_lengths
 
@@ -111,6 +114,22 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, mine, words):
 def test_rows_take_few_lengths(max_tokens, max_model_len, expected):
     """Half the budget, the budget, and doubles until the longest sequence fits, in whole blocks of 128."""
     assert row_lengths(max_tokens, max_model_len) == expected
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("threshold", [None, 1.0])
+def test_no_loss_reads_from_the_device(loss_type, level, threshold):
+    """Loss, backward and metrics of a row on tensors without data: a host that waits for a value fails here."""
+    config = LossConfig(loss_type=loss_type, importance_sampling_level=level, beta=0.1, entropy_coef=0.1,
+                        epsilon_high=5.0 if loss_type == "cispo" else None)
+    with FakeTensorMode():
+        values = [torch.empty(9) for _ in range(7)]
+        logprobs_N, entropy_N = (torch.empty(9, requires_grad=True) for _ in range(2))
+        inputs = LossInputs(logprobs_N, values[0], values[1], values[2], torch.empty(9, dtype=torch.long), values[3],
+                            entropy_N, values[4], values[5])
+        policy_loss(inputs, config, StepTotals(9, 2), 16, None, threshold).backward()
+        loss_metrics(inputs, config)
 
 
 @pytest.mark.parametrize("every, checkpointed, share", [(1, [True] * 4, 1), (2, [True, False] * 2, 0.5),
