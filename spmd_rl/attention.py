@@ -4,7 +4,10 @@
 class is patched. The row's segments reach it as the keyword `packed`; the mask argument stays empty.
 """
 
-from collections.abc import Sequence
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -29,10 +32,11 @@ def round_up(size: int) -> int:
 class PackedSegments:
     """Who sees whom in one row, and the masks that follow from it, made once for all layers."""
 
-    def __init__(self, segments_3S: Tensor, lengths: Sequence[int] = ()) -> None:
-        """segments_3S: as in MicroBatch. lengths: the row lengths that FlexAttention is compiled for, rising; a row
-        takes the next one, a row beyond the last a length of its own."""
-        self._segments_3S = segments_3S
+    def __init__(self, segments_3S: Tensor, lengths: Sequence[int] = (), boundaries_B: Tensor | None = None,
+                 longest: int = 0) -> None:
+        """lengths: the row lengths that FlexAttention is compiled for, rising; a row takes the next one, a row beyond
+        the last a length of its own. The others as in MicroBatch."""
+        self._segments_3S, self.boundaries_B, self.longest = segments_3S, boundaries_B, longest
         size = segments_3S.shape[1]
         self.length = next((n for n in lengths if n >= size), round_up(size))
         self._masks: dict[int | None, Any] = {}
@@ -153,6 +157,8 @@ def packed_attention(module: torch.nn.Module, query: Tensor, key: Tensor, value:
         if kwargs.get(name) is not None:
             raise ValueError(f"{what} is not supported ({name} is {kwargs[name]!s:.40})")
     window = sliding_window if isinstance(sliding_window, int) and sliding_window > 0 else None
+    if query.is_cuda and packed.boundaries_B is not None and flash_attention():
+        return _flash(query, key, value, packed, window, scaling), None
     if query.is_cuda:
         out = _flex(query, key, value, packed, window, scaling)
     else:
@@ -184,6 +190,25 @@ def _per_segment(query: Tensor, key: Tensor, value: Tensor, packed: PackedSegmen
         places.append(padded.place_BQ[padded.is_query_BQ])
     out_SHD = torch.cat(outs)[torch.cat(places).argsort()]
     return out_SHD.transpose(0, 1)[None]
+
+
+@functools.cache
+def flash_attention() -> Callable[..., Tensor] | None:
+    """FlashAttention's function for rows of several sequences, where that package is installed."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return None
+    return importlib.import_module("flash_attn").flash_attn_varlen_func
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, packed: PackedSegments, window: int | None,
+           scaling: float | None) -> Tensor:
+    """FlashAttention over segments that see themselves alone: (1, S, heads, head size)."""
+    attend = flash_attention()
+    assert attend is not None and packed.boundaries_B is not None, "no FlashAttention, or a shared prompt"
+    tokens = [t[0].transpose(0, 1) for t in (query, key, value)]
+    return attend(*tokens, packed.boundaries_B, packed.boundaries_B, packed.longest, packed.longest,
+                  softmax_scale=scaling, causal=True, window_size=(-1 if window is None else window - 1, 0),
+                  deterministic=torch.are_deterministic_algorithms_enabled())[None]
 
 
 def num_compilations() -> int:

@@ -12,6 +12,7 @@ is decoded and encoded again.
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -103,6 +104,10 @@ class MicroBatch:
     segments_3S: Tensor
     """What a token sees, as places in the row (int32): from the start of its own segment to itself, and from the start
     to before the end of its prompt's segment, which are equal where the prompt is in its own."""
+    boundaries_B: Tensor | None
+    """Starts of the row's segments and its end (int32), where none sees a shared prompt; else absent."""
+    longest: int
+    """Tokens of the longest segment."""
     target_index_N: Tensor
     """Place in the row of the token whose hidden state predicts the target."""
     target_ids_N: Tensor
@@ -321,9 +326,12 @@ def pack(row: Sequence[Completion | Unit], device: torch.device, block: int = 1)
             for c in unit:
                 add_targets(c, end - 1, len(ids))
                 add_segment(c.token_ids, len(prompt_ids), start, end)
+    is_shared = any(start < end for start, end in zip(*segments[1:], strict=True))
     filler = 0 if ids else EMPTY_ROW_TOKENS
     for _ in range(filler + -(len(ids) + filler) % block):
         add_segment([0], 0, 0, 0)
+
+    own = Counter(segments[0])  # each segment's start, in order -> its tokens
 
     def integers(values: Sequence, dtype: torch.dtype = torch.long) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
@@ -334,6 +342,7 @@ def pack(row: Sequence[Completion | Unit], device: torch.device, block: int = 1)
     return MicroBatch(
         completions=completions, input_ids_S=integers(ids), positions_S=integers(positions),
         segments_3S=integers(segments, torch.int32),
+        boundaries_B=None if is_shared else integers([*own, len(ids)], torch.int32), longest=max(own.values()),
         target_index_N=integers(columns["index"]), target_ids_N=integers(columns["id"]),
         sequence_N=integers(columns["sequence"]), lengths_N=floats(columns["length"]),
         advantages_N=floats(columns["advantage"]), sampler_logprobs_N=floats(columns["logprob"]),

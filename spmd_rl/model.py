@@ -96,11 +96,12 @@ class LogprobModel(nn.Module):
                 module.p = 0.0  # the sampler has none: with it the policy that is trained is not the one that sampled
 
     def forward(self, input_ids_S: Tensor, positions_S: Tensor, segments_3S: Tensor, target_index_N: Tensor,
-                target_ids_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """(logprobs_N with gradient, entropy_N without), fp32."""
+                target_ids_N: Tensor, temperature: float, boundaries_B: Tensor | None = None,
+                longest: int = 0) -> tuple[Tensor, Tensor]:
+        """(logprobs_N, entropy_N) in fp32, both with gradient. Tensors as in MicroBatch."""
         hidden_1SH = self.lm.base_model(
             input_ids=input_ids_S[None], position_ids=positions_S[None], use_cache=False,
-            packed=attention.PackedSegments(segments_3S, self.row_lengths)).last_hidden_state
+            packed=attention.PackedSegments(segments_3S, self.row_lengths, boundaries_B, longest)).last_hidden_state
         return self.lm.get_output_embeddings()(hidden_1SH[0, target_index_N], target_ids_N, temperature)
 
 

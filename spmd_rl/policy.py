@@ -105,7 +105,7 @@ class Engine:
 
     def _forward(self, mb: MicroBatch) -> tuple[Tensor, Tensor]:
         return self.engine(mb.input_ids_S, mb.positions_S, mb.segments_3S, mb.target_index_N, mb.target_ids_N,
-                           self._temperature)
+                           self._temperature, mb.boundaries_B, mb.longest)
 
     @torch.no_grad()
     def score(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:

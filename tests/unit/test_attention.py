@@ -1,6 +1,9 @@
 """Packed attention: a token sees its own sequence's past, and nothing of its neighbours."""
 
+import importlib.machinery
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -274,6 +277,46 @@ def test_equals_a_padded_batch(logprobs_of, model_folder, completion, close, fam
                                position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits[0, start:start + len(ids)]
             logprobs = logits.log_softmax(-1)[len(c.prompt_ids) - 1:-1]
             close(found, logprobs.gather(-1, torch.tensor(c.token_ids)[:, None])[:, 0], 1e-5)
+
+
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+                           softmax_scale=None, causal=False, window_size=(-1, -1), deterministic=False):
+    """The package's function by its documentation, plainly: tokens before heads, sequences one after the other, keys
+    from window_size[0] before a query to window_size[1] after it (-1 is all), fewer key heads than query heads."""
+    assert causal and dropout_p == 0 and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+    lengths = cu_seqlens_q.diff()
+    assert max_seqlen_q == max_seqlen_k == lengths.max() and cu_seqlens_q[-1] == len(q)
+    sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
+    back = torch.arange(len(q))[:, None] - torch.arange(len(q))[None, :]
+    mask = (sequence[:, None] == sequence[None, :]) & (back >= 0)
+    if window_size[0] >= 0:
+        mask &= back <= window_size[0]
+    return reference(*(t.transpose(0, 1)[None] for t in (q, k, v)), mask, softmax_scale)[0].to(q.dtype)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("lengths", [[9], [3, 1, 7, 4], [1] * 6, []])
+def test_flash_attention_is_called_as_documented(monkeypatch, completion, close, lengths, window):
+    """Where that package is installed (a stand-in here), rows without shared prompts take it: the same values."""
+    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(
+        flash_attn_varlen_func=flash_attn_varlen_func, __spec__=importlib.machinery.ModuleSpec("flash_attn", None)))
+    attention.flash_attention.cache_clear()
+    mb = pack([completion([5] * (n - 1), prompt_ids=[1]) for n in lengths], torch.device("cpu"), block=4)
+    packed = PackedSegments(mb.segments_3S, (), mb.boundaries_B, mb.longest)
+    tensors = draw(mb.input_ids_S.numel())
+    found = attention._flash(*tensors, packed, window, 0.3)
+    attention.flash_attention.cache_clear()
+    wanted, _ = packed_attention(None, *tensors, None, scaling=0.3, sliding_window=window, packed=packed)
+    close(found, wanted, 1e-6)
+
+
+def test_a_shared_prompt_has_no_boundaries(completion):
+    """Its completions see more than their own segment, which FlashAttention cannot say."""
+    unit = [completion([5], prompt_ids=[1, 2]), completion([6, 7], prompt_ids=[1, 2])]
+    assert pack([unit], torch.device("cpu")).boundaries_B is None
+    copies = pack(unit, torch.device("cpu"), block=4)
+    assert copies.boundaries_B.tolist() == [0, 3, 7, 8] and copies.longest == 4
 
 
 def test_rows_of_one_length_share_a_compilation(monkeypatch, close):
