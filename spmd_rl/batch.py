@@ -5,6 +5,7 @@ Shape legend, used in names over the whole program:
     N  target tokens of one row: the positions whose log-prob is needed
     H  width of the hidden states
     V  vocabulary
+    B  segments of a row
 A packed row holds whole sequences (a prompt and one of its completions) one after the other, or a prompt
 once and several of its completions after it. Token ids are the truth from the engine to the loss: nothing
 is decoded and encoded again.

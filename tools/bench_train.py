@@ -146,7 +146,9 @@ class Bench:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
+        self.model.eval()
         forward_s, forward_gib = measure(score, repeats, self.device)
+        self.model.train()
         step_s, step_gib = measure(learn, repeats, self.device)
         backward()
         norm = torch.stack([torch.linalg.vector_norm(p.grad, dtype=torch.float32)
