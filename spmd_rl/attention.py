@@ -19,6 +19,8 @@ from torch import Tensor
 NAME = "spmd_rl_packed"
 MAX_COMPILATIONS = 128
 BLOCK = 128  # queries and keys of one block of FlexAttention's mask
+# FlexAttention's own. Never ROWS_GUARANTEED_SAFE: a query may see nothing of the first block that is computed for it.
+KERNEL_OPTIONS: Any = {}
 COUNTED_AT_ONCE = 2**24  # (query, block of keys) pairs whose counts are held at a time
 # Keywords of Transformers' interface that change what attention is -> what they ask for.
 UNSUPPORTED = {"softcap": "attention soft-capping", "s_aux": "attention sinks", "position_bias": "a position bias"}
@@ -239,5 +241,5 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, packed: PackedSegments, win
                              for t in (query, key, value))
     with torch._dynamo.config.patch(recompile_limit=MAX_COMPILATIONS, fail_on_recompile_limit_hit=True):
         out = _compiled_flex(query, key, value, block_mask=packed.block_mask(window), scale=scaling,
-                             enable_gqa=query.shape[1] != key.shape[1])
+                             enable_gqa=query.shape[1] != key.shape[1], kernel_options=KERNEL_OPTIONS or None)
     return out[:, :, :size]

@@ -93,6 +93,7 @@ class Bench:
 
     def __init__(self, case):
         self.device = torch.device(case["device"])
+        attention.KERNEL_OPTIONS.update(case["flex_options"])
         lm = build_model("qwen3", **PRESETS[case["model"]]).to(self.device)
         ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.packed_attention)
         self.recomputed = model.checkpoint_blocks(lm, case["checkpoint_every"])
@@ -266,7 +267,8 @@ RUN = {"shapes": bench_shape, "sequences": bench_sequences, "head": bench_head}
 def make_cases(args):
     """The cases that the options ask for, in order."""
     common = {"device": args.device, "repeats": args.repeats, "checkpoint_every": args.checkpoint_every,
-              "compile_layers": args.compile_layers, "logprob_memory_gib": args.logprob_memory_gib}
+              "compile_layers": args.compile_layers, "logprob_memory_gib": args.logprob_memory_gib,
+              "flex_options": args.flex_options}
     cases = []
     for name in args.models:
         for shape in args.shapes if "shapes" in args.cases else ():
@@ -362,6 +364,8 @@ def parse_args(args):
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--checkpoint_every", type=int, default=1, help="policy.gradient_checkpointing_every")
     parser.add_argument("--compile_layers", action="store_true", help="policy.compile_layers, for all ways of a shape")
+    parser.add_argument("--flex_options", type=json.loads, default={},
+                        help="FlexAttention's kernel options as JSON, to try others, as {\"USE_TMA\": true}")
     parser.add_argument("--logprob_memory_gib", type=float, default=1.0)
     parser.add_argument("--seconds", type=float, default=540, help="in all; later cases are left out")
     parser.add_argument("--case_seconds", type=float, default=240, help="longest case")

@@ -95,5 +95,6 @@ def test_the_time_is_bounded(tool, monkeypatch, capsys, tmp_path):
 
 def test_a_case_that_fails_is_told(tool):
     """The end of its output, beside the case."""
-    found = tool.run_case({"kind": "shapes", "model": "none", "shape": [1, 1, 1], "device": "cpu"}, 60)
+    case = {"kind": "shapes", "model": "none", "shape": [1, 1, 1], "device": "cpu", "flex_options": {}}
+    found = tool.run_case(case, 60)
     assert "KeyError" in found["error"] and found["shape"] == [1, 1, 1]
