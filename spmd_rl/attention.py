@@ -1,10 +1,14 @@
-"""Attention over packed rows: a token sees the earlier tokens of its own segment and no other.
+"""Attention over packed rows: a token sees the earlier tokens of its own segment, and its prompt where others share it.
 
-`packed_attention` has the signature of Transformers' attention interface, which `policy` registers it
-under, so no model class is patched. The row's segments reach it as the keyword `packed`; the mask
-argument stays empty.
+`packed_attention` has the signature of Transformers' attention interface, which `model` registers it under, so no model
+class is patched. The row's segments reach it as the keyword `packed`; the mask argument stays empty.
 """
 
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -14,66 +18,151 @@ from torch import Tensor
 
 NAME = "spmd_rl_packed"
 MAX_COMPILATIONS = 128
+BLOCK = 128  # queries and keys of one block of FlexAttention's mask
+# FlexAttention's own. Never ROWS_GUARANTEED_SAFE: a query may see nothing of the first block that is computed for it.
+KERNEL_OPTIONS: Any = {}
+COUNTED_AT_ONCE = 2**24  # (query, block of keys) pairs whose counts are held at a time
+# Keywords of Transformers' interface that change what attention is -> what they ask for.
+UNSUPPORTED = {"softcap": "attention soft-capping", "s_aux": "attention sinks", "position_bias": "a position bias"}
+
+
+def round_up(size: int) -> int:
+    """The next multiple of BLOCK, at least one of them."""
+    return max(1, -(-size // BLOCK)) * BLOCK
 
 
 class PackedSegments:
-    """Segments of one row, and the masks that follow from them, made once for all layers."""
+    """Who sees whom in one row, and the masks that follow from it, made once for all layers."""
 
-    def __init__(self, segment_ids_S: Tensor) -> None:
-        self.segment_ids_S = segment_ids_S
+    def __init__(self, segments_3S: Tensor, lengths: Sequence[int] = (), boundaries_B: Tensor | None = None,
+                 longest: int = 0) -> None:
+        """lengths: the row lengths that FlexAttention is compiled for, rising; a row takes the next one, a row beyond
+        the last a length of its own. The others as in MicroBatch."""
+        self._segments_3S, self.boundaries_B, self.longest = segments_3S, boundaries_B, longest
+        size = segments_3S.shape[1]
+        self.length = next((n for n in lengths if n >= size), round_up(size))
         self._masks: dict[int | None, Any] = {}
 
-    def block_mask(self, window: int | None) -> Any:
-        """FlexAttention's mask of who sees whom, made once a window.
+    def bounds(self, window: int | None, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(own_L, low_L, high_L), int32: query q sees keys own[q] to q and low[q] to before high[q].
 
-        window: tokens that a position sees back, itself included; None is all. It counts within a
-        segment, since tokens of a segment are neighbours in the row.
+        window: tokens that a position sees back, itself included; None is all. It counts in the sequence, where a
+        completion follows its prompt. Queries from the row's end to `length` see nothing.
         """
+        own, low, high = self._segments_3S
+        place = torch.arange(own.numel(), dtype=torch.int32, device=own.device)
+        if window is not None:
+            position = place - own + high - low
+            own = torch.maximum(own, place - (window - 1))
+            low = low + (position - (window - 1)).clamp(min=0)
+        beyond = length - own.numel()
+        # Beyond any place: no key is at or after it and not after the query.
+        return F.pad(own, (0, beyond), value=length), F.pad(low, (0, beyond)), F.pad(high, (0, beyond))
+
+    def block_mask(self, window: int | None) -> Any:
+        """FlexAttention's mask over `length` places, made once a window."""
         if window not in self._masks:
             self._masks[window] = self._make_block_mask(window)
         return self._masks[window]
 
     def _make_block_mask(self, window: int | None) -> Any:
-        from torch.nn.attention.flex_attention import create_block_mask
+        """From the bounds: torch's create_block_mask takes every pair of tokens, 10 GiB for a row of 32k tokens."""
+        from torch.nn.attention.flex_attention import BlockMask
 
-        segments = self.segment_ids_S
+        own, low, high = self.bounds(window, self.length)
 
         def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            allowed = (segments[query] == segments[key]) & (query >= key)
-            return allowed if window is None else allowed & (query - key < window)
+            return ((key >= own[query]) & (key <= query)) | ((key >= low[query]) & (key < high[query]))
 
-        size = segments.numel()
-        return create_block_mask(seen, None, None, size, size, device=segments.device)
+        visible = visible_pairs(own, low, high)
+        is_full = visible == BLOCK * BLOCK
+        return BlockMask.from_kv_blocks(*_ordered((visible > 0) & ~is_full), *_ordered(is_full), BLOCK_SIZE=BLOCK,
+                                        mask_mod=seen, seq_lengths=(self.length, self.length))
 
     @cached_property
-    def padded_index(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows of one segment each: (place_BL, valid_BL, row-and-column of each token).
+    def roots(self) -> "Padded | None":
+        """The segments that see themselves alone, as rows of a padded batch."""
+        return self._padded(is_root=True)
 
-        B segments, filler included as one; L the longest. place_BL points into the row (0 where not valid).
-        """
-        _, counts = torch.unique_consecutive(self.segment_ids_S, return_counts=True)
-        starts = counts.cumsum(0) - counts
-        column = torch.arange(int(counts.max()), device=counts.device)
-        valid_BL = column[None, :] < counts[:, None]
-        place_BL = torch.where(valid_BL, starts[:, None] + column[None, :], 0)
-        return place_BL, valid_BL, valid_BL.flatten().nonzero()[:, 0]
+    @cached_property
+    def branches(self) -> "Padded | None":
+        """The segments that see a shared prompt too."""
+        return self._padded(is_root=False)
+
+    def _padded(self, is_root: bool) -> "Padded | None":
+        own, low, high = self._segments_3S.long()
+        start, length = torch.unique_consecutive(own, return_counts=True)
+        chosen = (low[start] == high[start]) == is_root
+        start, length = start[chosen], length[chosen]
+        if not start.numel():
+            return None
+        place_BQ, is_query_BQ = _columns(start, length)
+        prompt_BP, is_prompt_BP = _columns(low[start], (high - low)[start])
+        return Padded(place_BQ, is_query_BQ, torch.cat([prompt_BP, place_BQ], 1),
+                      torch.cat([is_prompt_BP, is_query_BQ], 1))
+
+
+@dataclass
+class Padded:
+    """B segments as rows of a batch: Q places of the longest; K keys, those of the longest prompt and then Q."""
+
+    place_BQ: Tensor
+    is_query_BQ: Tensor
+    key_BK: Tensor
+    is_key_BK: Tensor
+
+
+def _columns(start_B: Tensor, length_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Places of B runs as rows of one length, (place_BC, valid_BC): a run's end is repeated, so that also a query that
+    is not valid has keys."""
+    column = torch.arange(int(length_B.max()), device=start_B.device)
+    last_B = (length_B - 1).clamp(min=0)
+    return start_B[:, None] + torch.minimum(column[None, :], last_B[:, None]), column[None, :] < length_B[:, None]
+
+
+def visible_pairs(own_L: Tensor, low_L: Tensor, high_L: Tensor) -> Tensor:
+    """How many of the pairs of each block of queries and block of keys see each other: (L / BLOCK, L / BLOCK), int32.
+
+    A query sees two intervals, so a block of keys has as many of them as the two overlaps have.
+    """
+    size = own_L.numel()
+    key = torch.arange(0, size, BLOCK, dtype=torch.int32, device=own_L.device)
+    place = torch.arange(size, dtype=torch.int32, device=own_L.device)
+    step = max(1, COUNTED_AT_ONCE // (key.numel() * BLOCK)) * BLOCK
+    counts = []
+    for at in range(0, size, step):
+        own, low, high, query = (t[at:at + step, None] for t in (own_L, low_L, high_L, place))
+        seen = (torch.minimum(key + BLOCK, query + 1) - torch.maximum(key, own)).clamp_(min=0)
+        seen += (torch.minimum(key + BLOCK, high) - torch.maximum(key, low)).clamp_(min=0)
+        counts.append(seen.view(-1, BLOCK, key.numel()).sum(1, dtype=torch.int32))
+    return torch.cat(counts)
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """(number, indices) of the true entries of each row, as FlexAttention has them: (1, 1, rows) and (1, 1, rows,
+    columns), int32, the true ones first."""
+    indices = torch.argsort(blocks.to(torch.int32), dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], indices.to(torch.int32)[None, None]
 
 
 def packed_attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-                     scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+                     scaling: float | None = None, sliding_window: int | None = None,
                      packed: PackedSegments | None = None, **kwargs: Any) -> tuple[Tensor, None]:
     """Attention of one packed row.
 
     query (1, heads, S, head size); key and value (1, key heads, S, head size). Returns (1, S, heads, head
-    size) and None for the weights. Raises ValueError for a soft cap, which would be ignored silently.
+    size) and None for the weights. Raises ValueError for what it would ignore silently, a soft cap say.
     """
     if packed is None:
         raise ValueError("packed_attention needs the row's segments as the keyword `packed`")
-    if softcap is not None:
-        raise ValueError(f"attention soft-capping ({softcap}) is not supported")
+    for name, what in UNSUPPORTED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{what} is not supported ({name} is {kwargs[name]!s:.40})")
     window = sliding_window if isinstance(sliding_window, int) and sliding_window > 0 else None
+    if query.is_cuda and packed.boundaries_B is not None and flash_attention():
+        return _flash(query, key, value, packed, window, scaling), None
     if query.is_cuda:
-        out = _flex(query, key, value, packed.block_mask(window), scaling)
+        out = _flex(query, key, value, packed, window, scaling)
     else:
         out = _per_segment(query, key, value, packed, window, scaling)
     return out.transpose(1, 2), None
@@ -83,32 +172,74 @@ def _per_segment(query: Tensor, key: Tensor, value: Tensor, packed: PackedSegmen
                  scaling: float | None) -> Tensor:
     """sdpa with an explicit mask over one segment a row: on a CPU the dense mask of the whole packed row
     would compute every pair of segments."""
-    place_BL, valid_BL, token_S = packed.padded_index
-    length = place_BL.shape[1]
-    back = torch.arange(length)[:, None] - torch.arange(length)[None, :]
-    seen = (back >= 0) if window is None else (back >= 0) & (back < window)
-    # Keys beyond a segment's end come after all of its queries: the causal mask hides them.
-    q, k, v = (t[0][:, place_BL].transpose(0, 1) for t in (query, key, value))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[None, None], scale=scaling,
-                                         enable_gqa=query.shape[1] != key.shape[1])
-    out_SHD = out.transpose(1, 2).flatten(0, 1)[token_S]
+    outs, places = [], []
+    for padded in filter(None, (packed.roots, packed.branches)):
+        if padded is packed.roots:
+            # Keys beyond a segment's end come after all of its queries: one causal mask for all.
+            place = torch.arange(padded.place_BQ.shape[1])
+            back = place[:, None] - place[None, :]
+            seen = ((back >= 0) if window is None else (back >= 0) & (back < window))[None]
+        else:
+            own, low, high = (bound[padded.place_BQ][:, :, None] for bound in packed.bounds(window, query.shape[2]))
+            place_BQ1, key_B1K = padded.place_BQ[:, :, None], padded.key_BK[:, None, :]
+            seen = (key_B1K >= own) & (key_B1K <= place_BQ1) | (key_B1K >= low) & (key_B1K < high)
+            seen = seen & padded.is_key_BK[:, None, :]
+        q = query[0][:, padded.place_BQ].transpose(0, 1)
+        k, v = (t[0][:, padded.key_BK].transpose(0, 1) for t in (key, value))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], scale=scaling,
+                                             enable_gqa=query.shape[1] != key.shape[1])
+        outs.append(out.transpose(1, 2)[padded.is_query_BQ])
+        places.append(padded.place_BQ[padded.is_query_BQ])
+    out_SHD = torch.cat(outs)[torch.cat(places).argsort()]
     return out_SHD.transpose(0, 1)[None]
+
+
+@functools.cache
+def flash_attention() -> Callable[..., Tensor] | None:
+    """FlashAttention's function for rows of several sequences, where that package is installed."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return None
+    return importlib.import_module("flash_attn").flash_attn_varlen_func
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, packed: PackedSegments, window: int | None,
+           scaling: float | None) -> Tensor:
+    """FlashAttention over segments that see themselves alone: (1, S, heads, head size)."""
+    attend = flash_attention()
+    assert attend is not None and packed.boundaries_B is not None, "no FlashAttention, or a shared prompt"
+    tokens = [t[0].transpose(0, 1) for t in (query, key, value)]
+    return attend(*tokens, packed.boundaries_B, packed.boundaries_B, packed.longest, packed.longest,
+                  softmax_scale=scaling, causal=True, window_size=(-1 if window is None else window - 1, 0),
+                  deterministic=torch.are_deterministic_algorithms_enabled())[None]
+
+
+def num_compilations() -> int:
+    """Graphs that torch compiled in this process so far, forward and backward counted as one."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 _compiled_flex = None
 
 
-def _flex(query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None) -> Tensor:
-    """FlexAttention, compiled once a length: dynamic shapes cost speed, and `pack` rounds lengths.
+def _flex(query: Tensor, key: Tensor, value: Tensor, packed: PackedSegments, window: int | None,
+          scaling: float | None) -> Tensor:
+    """FlexAttention, compiled once a length: dynamic shapes cost speed. The row is filled up to the length here and not
+    before: blocks of the filler are skipped, while every other layer would compute it.
 
-    A length is compiled with and without gradient, and for each window. At the compiler's limit it would go on without
-    compilation and hold all scores, 27 GiB for 16k tokens: an error is better.
+    A length is compiled with and without gradient. At the compiler's limit it would go on without compilation and hold
+    all scores, 27 GiB for 16k tokens: an error is better.
     """
     global _compiled_flex
     if _compiled_flex is None:
         from torch.nn.attention.flex_attention import flex_attention
 
         _compiled_flex = torch.compile(flex_attention, dynamic=False)
+    size = query.shape[2]
+    if packed.length > size:
+        # In the order (S, heads, head size) of the projections: the result is then in it too, and needs no copy.
+        query, key, value = (F.pad(t.transpose(1, 2), (0, 0, 0, 0, 0, packed.length - size)).transpose(1, 2)
+                             for t in (query, key, value))
     with torch._dynamo.config.patch(recompile_limit=MAX_COMPILATIONS, fail_on_recompile_limit_hit=True):
-        return _compiled_flex(query, key, value, block_mask=mask, scale=scaling,
-                              enable_gqa=query.shape[1] != key.shape[1])
+        out = _compiled_flex(query, key, value, block_mask=packed.block_mask(window), scale=scaling,
+                             enable_gqa=query.shape[1] != key.shape[1], kernel_options=KERNEL_OPTIONS or None)
+    return out[:, :, :size]

@@ -105,7 +105,7 @@ def _check_ranges(c: Config) -> None:
             _require(not isinstance(value, float) or math.isfinite(value), f"{section}.{key}", value,
                      "set a finite number")
     _require(bool(c.model.path), "model.path", c.model.path, "set it to a Hugging Face model folder")
-    _require(all(c.train_sets) and bool(c.train_sets), "data.train", c.data.train,
+    _require(bool(c.run.replay) or (all(c.train_sets) and bool(c.train_sets)), "data.train", c.data.train,
              "set it to a JSONL file with a `prompt` a line (or another form of data set)")
     mixed = c.data.weights
     _require(mixed is None or len(mixed) == len(c.train_sets), "data.weights", mixed,
@@ -125,6 +125,7 @@ def _check_ranges(c: Config) -> None:
         "loss.sapo_temperature_neg": c.loss.sapo_temperature_neg, "checkpoint.keep": c.checkpoint.keep,
         "rewards.timeout_s": c.rewards.timeout_s, "rewards.memory_gib": c.rewards.memory_gib,
         "metrics.num_completions": c.metrics.num_completions,
+        "policy.gradient_checkpointing_every": c.policy.gradient_checkpointing_every,
     }
     for name, value in positive.items():
         _require(value > 0, name, value, "set it above 0")
@@ -135,6 +136,7 @@ def _check_ranges(c: Config) -> None:
         "checkpoint.save_steps": c.checkpoint.save_steps, "run.max_train_minutes": c.run.max_train_minutes,
         "evaluate.eval_steps": c.evaluate.eval_steps, "rollout.top_k": r.top_k, "rollout.min_tokens": r.min_tokens,
         "rollout.resample_rounds": r.resample_rounds, "loss.entropy_coef": c.loss.entropy_coef,
+        "metrics.peak_tflops": c.metrics.peak_tflops,
         "loss.ref_model_sync_steps": c.loss.ref_model_sync_steps, "rewards.overlong_buffer": c.rewards.overlong_buffer,
         "rewards.num_workers": c.rewards.num_workers, "metrics.completions_steps": c.metrics.completions_steps,
     }
@@ -160,6 +162,10 @@ def _check_ranges(c: Config) -> None:
              "the constant schedule has none: set policy.lr_scheduler_type constant_with_warmup, or 0 here")
     _require(p.warmup_steps < updates, "policy.warmup_steps", p.warmup_steps,
              f"the peak would never be reached in the run's {updates} optimizer steps; set fewer")
+    _require(not (p.compile_layers and p.zero_stage == 3), "policy.compile_layers", True,
+             "at zero_stage 3 a compiled layer would see weights that are not there: set a lower stage, or false here")
+    _require(not (c.run.replay and c.run.record_rollouts), "run.record_rollouts", True,
+             "a replay samples nothing that could be recorded: leave out one of the two")
     for name, beta in (("policy.adam_beta1", p.adam_beta1), ("policy.adam_beta2", p.adam_beta2)):
         _require(0 <= beta < 1, name, beta, "set it to 0 or more and below 1")
     _require(c.run.seed < 2**32, "run.seed", c.run.seed, "set it below 2**32")
@@ -270,7 +276,7 @@ def _asks_for_nothing(value: Any) -> bool:
 
 def _check_files(c: Config) -> None:
     for name, paths in (("data.train", c.train_sets), ("data.eval", c.eval_sets)):
-        for path in filter(None, paths):
+        for path in filter(None, paths if c.run.replay is None else ()):
             _require(os.path.exists(path) or is_hub_name(path) or os.path.exists(path.rpartition("@")[0]), name, path,
                      "no such file; set it to a JSONL or parquet file, a folder, or a Hugging Face data set's name")
             _require(paths.count(path) == 1, name, paths, "name each once")

@@ -35,6 +35,10 @@ class RunConfig:
     """Seed of the data order, of every sampling request and of the trainer's generators."""
     max_steps: int = 100
     """Number of steps: one rollout and its update each."""
+    record_rollouts: bool = False
+    """Keep every step's completions, with rewards and advantages, in output_dir/rollouts. Short: --record_rollouts."""
+    replay: str | None = None
+    """Folder of recorded rollouts: learn from those alone, without an engine, from model.path. Short: --replay."""
     max_train_minutes: float = 0.0
     """End after the step in which so many minutes since the program's start are over, with a checkpoint; 0 does not."""
     profile_steps: str = ""
@@ -191,6 +195,8 @@ class BatchConfig:
     """Parts of a rollout, by prompts, with an optimizer step each."""
     max_tokens_per_microbatch: int = 16384
     """Token budget of one packed row; a longer sequence gets a row of its own."""
+    shared_prompt: bool | Literal["auto"] = "auto"
+    """Compute a group's prompt once for all of its completions: on, off, or auto, which does where it saves enough."""
 
 
 @dataclass
@@ -274,7 +280,11 @@ class PolicyConfig:
     max_nonfinite_steps: int = 3
     """A gradient that is not finite skips its optimizer step; this many in a row end the run."""
     gradient_checkpointing: bool = True
-    """Recompute each block's activations in backward."""
+    """Recompute blocks' activations in backward."""
+    gradient_checkpointing_every: int = 1
+    """Recompute every so-many-th block only: 2 halves the recomputation, and keeps the others' activations."""
+    compile_layers: bool = False
+    """Norms, MLP gates and rotary positions as compiled kernels; not at zero_stage 3."""
     logprob_memory_gib: float = 1.0
     """Memory for the tiles of logits in GiB: all logits never exist at once."""
 
@@ -353,6 +363,8 @@ class MetricsConfig:
     W&B; 0 never."""
     num_completions: int = 16
     """How many of a step's, whole groups first."""
+    peak_tflops: float = 0.0
+    """Peak of one device in TFLOP/s, for perf/mfu_*; 0 takes a known GPU's data sheet (bf16), elsewhere none."""
 
 
 @dataclass
@@ -419,6 +431,8 @@ def parse(args: list[str] | None = None, prog: str = "spmd_rl.train") -> tuple[C
     parser.add_argument("--profile", type=str, metavar="STEPS", help="short for --run.profile_steps")
     parser.add_argument("--dry_run", type=bool, nargs="?", const=True, default=False,
                         help="check everything that needs no weights, print the batch arithmetic, exit")
+    parser.add_argument("--record_rollouts", type=bool, nargs="?", const=True, help="short for --run.record_rollouts")
+    parser.add_argument("--replay", type=str, help="short for --run.replay")
     for section in fields(Config):
         if is_dataclass(section.default_factory):
             parser.add_class_arguments(section.default_factory, section.name)  # type: ignore[arg-type]
@@ -438,6 +452,9 @@ def parse(args: list[str] | None = None, prog: str = "spmd_rl.train") -> tuple[C
             sections[section.name] = raw[section.name]
     if namespace.profile is not None:
         sections["run"].profile_steps = namespace.profile
+    for name in ("record_rollouts", "replay"):
+        if namespace[name] is not None:
+            setattr(sections["run"], name, namespace[name])
     return Config(**sections), namespace.dry_run
 
 

@@ -19,6 +19,7 @@ from spmd_rl.plan import Plan, make_plan, model_size
 from spmd_rl.policy import Policy, Reference
 from spmd_rl.profiling import Profiler
 from spmd_rl.prompts import PromptSampler, PromptSet, load_prompts, load_tokenizer
+from spmd_rl.recording import Recorder
 from spmd_rl.rewards import Rewards
 from spmd_rl.rollout import Rollout
 from spmd_rl.sinks import make_sinks
@@ -157,7 +158,8 @@ class Job:
             weight_sync=WeightSync(config.weight_sync, mesh, policy, rollout),
             memory=Memory(mesh, rollout, lambda: storages(policy, reference), host_memory, metrics, plan,
                           mesh.on_main(lambda: [run_folder.open_memory_timeline(config.run.output_dir)])),
-            user_advantages=inputs.user_advantages, user_loss=inputs.user_loss)
+            user_advantages=inputs.user_advantages, user_loss=inputs.user_loss,
+            recorders=mesh.on_main(lambda: self._recorders()))
         self.parts.weight_sync.version = self.progress.weights_version - 1
         sync(self.parts)
         gc.collect()
@@ -167,6 +169,10 @@ class Job:
                            if name.startswith("timing/")))
         if checkpoint:
             checkpoint_module.load_generators(checkpoint, mesh)
+
+    def _recorders(self) -> list[Recorder]:
+        run = self.config.run
+        return [Recorder(os.path.join(run.output_dir, run_folder.ROLLOUTS))] if run.record_rollouts else []
 
     def close(self) -> None:
         """Shut down in the reverse order; the process group last."""

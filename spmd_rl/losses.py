@@ -238,7 +238,8 @@ def policy_loss(inputs: LossInputs, config: LossConfig, totals: StepTotals, max_
         part_N = part_N - config.entropy_coef * inputs.entropy_N * token_mean(inputs.lengths_N, totals, max_length)
     if entropy_threshold is not None:
         assert inputs.old_entropy_N is not None, "an entropy threshold without entropies"
-        part_N = part_N[inputs.old_entropy_N >= entropy_threshold]  # left out, not multiplied by 0
+        # Left out, not multiplied by 0; and not indexed, since how many are left would be read from the device.
+        part_N = torch.where(inputs.old_entropy_N >= entropy_threshold, part_N, 0.0)
     part = part_N.sum()
     if config.beta > 0 and config.kl_in == "loss":
         assert inputs.ref_logprobs_N is not None, "beta > 0 without reference log-probs"

@@ -167,13 +167,24 @@ def completion_metrics(completions: Sequence[Completion], reward_names: Sequence
     return metrics
 
 
-def with_throughput(metrics: dict[str, float]) -> dict[str, float]:
-    """A step's metrics with tokens a second of all ranks: sampled ones by the rollout's time, those of prompts and
-    completions by forward and backward's."""
+def with_throughput(metrics: dict[str, float], num_ranks: int = 1, peak_tflops: float = 0.0) -> dict[str, float]:
+    """A step's metrics with rates.
+
+    Tokens a second of all ranks: sampled ones by the rollout's time, those of prompts and completions by forward and
+    backward's. TFLOP/s of one rank in forward and backward, and those over the device's peak (MFU) where that is known:
+    executed, and perceived, which counts what copies of the prompts would need without recomputation.
+    """
     rates = {"perf/rollout_tokens_per_s": ("num_completion_tokens", "timing/rollout"),
              "perf/train_tokens_per_s": ("num_tokens", "timing/train")}
-    return metrics | {name: metrics[tokens] / metrics[seconds] for name, (tokens, seconds) in rates.items()
-                      if metrics.get(seconds)}
+    found = {name: metrics[tokens] / metrics[seconds] for name, (tokens, seconds) in rates.items()
+             if metrics.get(seconds)}
+    for kind in ("executed", "perceived"):
+        if metrics.get("timing/train") and f"perf/train_{kind}_tflop" in metrics:
+            rate = metrics[f"perf/train_{kind}_tflop"] / metrics["timing/train"] / num_ranks
+            found[f"perf/{kind}_tflops"] = rate
+            if peak_tflops:
+                found[f"perf/mfu_{kind}"] = rate / peak_tflops
+    return metrics | found
 
 
 def _mean(values: Sequence[float]) -> float:

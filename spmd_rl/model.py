@@ -4,7 +4,7 @@ and a wrapper that returns log-probs of packed rows in place of logits."""
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
 from spmd_rl import attention
 from spmd_rl.config import ConfigError, ModelConfig
+from spmd_rl.flops import ModelShape
 from spmd_rl.logprobs import LogprobHead
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -78,6 +80,8 @@ class LogprobModel(nn.Module):
     """A causal language model whose forward gives log-probs of the targets of one packed row."""
 
     lm: Any
+    row_lengths: Sequence[int] = ()
+    """Lengths that rows are filled up to where attention is compiled for each, rising."""
 
     def __init__(self, lm: Any, logprob_memory_gib: float) -> None:
         """lm: a Transformers causal model; its output projection is replaced by a LogprobHead on the same weight."""
@@ -91,13 +95,47 @@ class LogprobModel(nn.Module):
             if isinstance(module, nn.Dropout):
                 module.p = 0.0  # the sampler has none: with it the policy that is trained is not the one that sampled
 
-    def forward(self, input_ids_S: Tensor, positions_S: Tensor, segment_ids_S: Tensor, target_index_N: Tensor,
-                target_ids_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """(logprobs_N with gradient, entropy_N without), fp32."""
+    def forward(self, input_ids_S: Tensor, positions_S: Tensor, segments_3S: Tensor, target_index_N: Tensor,
+                target_ids_N: Tensor, temperature: float, boundaries_B: Tensor | None = None,
+                longest: int = 0) -> tuple[Tensor, Tensor]:
+        """(logprobs_N, entropy_N) in fp32, both with gradient. Tensors as in MicroBatch."""
         hidden_1SH = self.lm.base_model(
             input_ids=input_ids_S[None], position_ids=positions_S[None], use_cache=False,
-            packed=attention.PackedSegments(segment_ids_S)).last_hidden_state
+            packed=attention.PackedSegments(segments_3S, self.row_lengths, boundaries_B, longest)).last_hidden_state
         return self.lm.get_output_embeddings()(hidden_1SH[0, target_index_N], target_ids_N, temperature)
+
+
+def shape(lm: Any) -> ModelShape:
+    """What of a model its operations follow from; at ZeRO stage 3 a matrix has its true size in ds_numel."""
+    config = lm.config
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # Matrices of the blocks: the embedding is looked up, and the head counts by targets.
+    outside = {id(m.weight) for m in (lm.get_input_embeddings(), lm.get_output_embeddings())}
+    sizes = [getattr(p, "ds_numel", p.numel()) for p in lm.parameters()
+             if len(getattr(p, "ds_shape", p.shape)) == 2 and id(p) not in outside]
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    # With a norm after it, the last product's result is needed in backward, and is not the last. Where neither is known
+    # by its name, the recomputation counts as whole.
+    ends = [block.mlp.down_proj.weight for block in _blocks(lm)
+            if hasattr(getattr(block, "mlp", None), "down_proj") and not hasattr(block, "post_feedforward_layernorm")]
+    return ModelShape(
+        linear_parameters=sum(sizes), last_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in ends),
+        head_parameters=config.vocab_size * config.hidden_size,
+        attention_width=config.num_attention_heads * head_size,
+        windows=tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds))
+
+
+def _blocks(lm: Any) -> list[Any]:
+    return [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def checkpoint_blocks(lm: Any, every: int) -> float:
+    """Recompute every so-many-th block in backward; returns their share of all blocks."""
+    lm.gradient_checkpointing_enable({"use_reentrant": False})
+    blocks = _blocks(lm)
+    for number, block in enumerate(blocks):
+        block.gradient_checkpointing = number % every == 0
+    return sum(block.gradient_checkpointing for block in blocks) / max(1, len(blocks))
 
 
 def build(config: ModelConfig, hf_config: Any, logprob_memory_gib: float) -> LogprobModel:

@@ -171,12 +171,15 @@ def _others(config: Config, size: ModelSize, world_size: int, device_bytes: int 
     forward = tokens * _layer_bytes(size, width) + int(config.policy.logprob_memory_gib * GIB)
     gathered = 2 * size.largest * width if stage == 3 and world_size > 1 else 0
     if config.policy.gradient_checkpointing:
-        saved = size.num_layers * size.hidden * width * tokens + 2 * tokens * _layer_bytes(size, width)
+        checkpointed = -(-size.num_layers // config.policy.gradient_checkpointing_every)
+        kept = size.num_layers - checkpointed + 2  # two blocks' activations while one is computed again
+        saved = checkpointed * size.hidden * width * tokens + kept * tokens * _layer_bytes(size, width)
     else:
         saved = (size.num_layers + 1) * tokens * _layer_bytes(size, width)
-    # The head: hidden states of targets and their gradient, a tile of logits, the weight's gradient in fp32 and as is.
-    head = int(config.policy.logprob_memory_gib * GIB) + 3 * tokens * size.hidden * width + (
-        4 + width) * size.vocabulary * size.hidden
+    # The head: a tile of logits, hidden states of targets and their gradient, that in fp32 and a tile's part of it, the
+    # weight's gradient.
+    head = int(config.policy.logprob_memory_gib * GIB) + tokens * size.hidden * (3 * width + 8) + (
+        width * size.vocabulary * size.hidden)
     buckets = 2 * _reduce_bucket(config) * width if stage in (1, 2) else 0
     context = {"context": CONTEXT_BYTES}
     staging = (min(max(config.weight_sync.bucket_mib * 2**20, size.largest * width), size.num_elements * width)

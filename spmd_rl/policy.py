@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 from transformers import get_scheduler
 
-from spmd_rl import model
+from spmd_rl import attention, model
 from spmd_rl.batch import MicroBatch
 from spmd_rl.config import Config, ConfigError
+from spmd_rl.flops import peak_tflops
+from spmd_rl.layers import compile_layers
 from spmd_rl.mesh import Mesh, say_once
 from spmd_rl.offload import Storages, Tenant, reachable_storages
 from spmd_rl.shards import Piece, Shards, cut
@@ -29,7 +31,6 @@ ENGINE_COUNTS = ("global_steps", "global_samples", "skipped_steps")
 # Where DeepSpeed's optimizers keep fp32 masters; stage 3 empties the groups of the optimizer below outside its step.
 MASTERS = ("fp32_groups", "fp32_groups_flat_partition", "single_partition_of_fp32_groups",
            "fp32_partitioned_groups_flat")
-ROW_BLOCKS = 8  # lengths that a packed row may have on CUDA: each is compiled once
 
 
 @dataclass
@@ -84,17 +85,27 @@ class Engine:
         else:
             self.model = model.build(config.model, hf_config, config.policy.logprob_memory_gib)
         self.hf_config: Any = self.model.lm.config
+        self.model.row_lengths = row_lengths(config.batch.max_tokens_per_microbatch, config.max_model_len)
+        self.shape = model.shape(self.model.lm)
+        if config.policy.compile_layers:
+            compile_layers(self.model.lm)
 
     @property
     def row_block(self) -> int:
         """Packed rows are filled up to a multiple of this many tokens."""
-        if self._mesh.device.type == "cpu":
-            return 1
-        return max(128, self._config.batch.max_tokens_per_microbatch // ROW_BLOCKS // 128 * 128)
+        return 1 if self._mesh.device.type == "cpu" else attention.BLOCK
+
+    @property
+    def peak_tflops(self) -> float:
+        """Of this rank's device; 0 where it is not known."""
+        if self._config.metrics.peak_tflops or self._mesh.device.type == "cpu":
+            return self._config.metrics.peak_tflops
+        is_bf16 = self._config.model.dtype == "bfloat16"
+        return peak_tflops(torch.cuda.get_device_name(self._mesh.device)) if is_bf16 else 0.0
 
     def _forward(self, mb: MicroBatch) -> tuple[Tensor, Tensor]:
-        return self.engine(mb.input_ids_S, mb.positions_S, mb.segment_ids_S, mb.target_index_N, mb.target_ids_N,
-                           self._temperature)
+        return self.engine(mb.input_ids_S, mb.positions_S, mb.segments_3S, mb.target_index_N, mb.target_ids_N,
+                           self._temperature, mb.boundaries_B, mb.longest)
 
     @torch.no_grad()
     def score(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
@@ -161,8 +172,9 @@ class Policy(Engine):
         self._nonfinite_in_a_row = 0
         ds_config = deepspeed_config(config, config.policy.zero_stage)
         super().__init__(config, mesh, hf_config, ds_config)
+        self.recomputed = 0.0
         if config.policy.gradient_checkpointing:
-            self.model.lm.gradient_checkpointing_enable({"use_reentrant": False})
+            self.recomputed = model.checkpoint_blocks(self.model.lm, config.policy.gradient_checkpointing_every)
         optimizer: Any = _make_optimizer(self.model, config, mesh.device)
         p = config.policy
         num_updates = config.run.max_steps * config.updates_per_step
@@ -410,6 +422,15 @@ class Reference(Engine):
         for _, parameter in self.named_parameters() if self.zero_stage == 3 else ():
             if parameter.ds_status.name == "AVAILABLE":  # type: ignore[attr-defined]
                 parameter.partition()  # type: ignore[attr-defined]
+
+
+def row_lengths(max_tokens: int, max_model_len: int) -> list[int]:
+    """The lengths that attention is compiled for: half the token budget, the budget, and its doubles until the longest
+    sequence fits. Few, so that all are met in a run's first steps; filler costs next to nothing there."""
+    lengths = [attention.round_up(max_tokens // 2), attention.round_up(max_tokens)]
+    while lengths[-1] < max_model_len:
+        lengths.append(2 * lengths[-1])
+    return lengths
 
 
 def deepspeed_config(config: Config, stage: int) -> dict[str, Any]:

@@ -16,19 +16,20 @@ from spmd_rl.config import Config, ConfigError, as_dict
 from spmd_rl.files import WRITING, files_below, sha256, sync_to_disk
 
 METRICS, CONFIG, MEMORY = "metrics.jsonl", "config.yaml", "memory.jsonl"
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, ROLLOUTS = "checkpoints", "rollouts"
 STATE, MANIFEST = "state.json", "manifest.json"
 POLICY, REFERENCE = "policy", "reference"
 # What the program writes into a run's folder: this and nothing else is moved aside.
 OWN_NAMES = re.compile(r"(metrics\.jsonl|memory\.jsonl|config\.yaml|summary\.json|report\.html|tensorboard|checkpoints"
-                       r"|completions\.jsonl|profile|wandb|eval\.json|eval_samples\.jsonl"
+                       r"|completions\.jsonl|profile|wandb|eval\.json|eval_samples\.jsonl|rollouts"
                        r"|export(-\d+)?(\.writing|\.replaced)?)")
 CHECKPOINT_NAME = re.compile(r"step-(\d+)")
 EARLIER_NAME = re.compile(r"earlier-(\d+)")
 # Options that a run may change when it goes on: they change how far it runs, where and how fast, not what it computes.
 FREE_SECTIONS = ("mesh", "memory", "weight_sync", "checkpoint", "metrics")
-FREE_FIELDS = ("run.output_dir", "run.max_steps", "run.max_train_minutes", "policy.zero_stage",
-               "policy.gradient_checkpointing", "policy.logprob_memory_gib", "batch.max_tokens_per_microbatch",
+FREE_FIELDS = ("run.output_dir", "run.max_steps", "run.max_train_minutes", "run.record_rollouts", "policy.zero_stage",
+               "policy.gradient_checkpointing", "policy.gradient_checkpointing_every", "policy.compile_layers",
+               "policy.logprob_memory_gib", "batch.max_tokens_per_microbatch", "batch.shared_prompt",
                "rollout.tensor_parallel_size", "rollout.gpu_memory_utilization", "rollout.enforce_eager",
                "rollout.cpu_kv_cache_gib", "evaluate.eval_steps", "run.profile_steps", "rewards.num_workers",
                "rewards.timeout_s", "rewards.memory_gib")

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmd_rl.advantages import group_advantages, group_spread, normalize_then_sum
-from spmd_rl.batch import Completion, MicroBatch, Prompt, StepTotals, minibatches, pack, plan_step
+from spmd_rl.attention import num_compilations
+from spmd_rl.batch import (Completion, MicroBatch, Prompt, Row, StepTotals, minibatches, pack, plan_step, work,
+                           work_of_copies)
 from spmd_rl.config import Config
 from spmd_rl.losses import (LossInputs, TokenLoss, completion_kl, loss_metrics, lowest_of_top, old_entropies,
                             policy_loss)
@@ -15,6 +17,7 @@ from spmd_rl.metrics import Metrics, completion_metrics, with_throughput
 from spmd_rl.offload import Tenant
 from spmd_rl.policy import Policy, Reference
 from spmd_rl.prompts import PromptSampler
+from spmd_rl.recording import Recorder
 from spmd_rl.reward_functions import check_result
 from spmd_rl.rewards import Rewards
 from spmd_rl.rollout import Rollout, Sampling
@@ -44,18 +47,34 @@ class Parts(SamplingParts):
     memory: Memory
     user_advantages: Callable[[list[float | None], list[int]], Sequence[float]] | None = None
     user_loss: TokenLoss | None = None
+    recorders: Sequence[Recorder] = ()
+    """One on one rank where rollouts are kept."""
 
 
 def train_step(parts: Parts, step: int) -> dict[str, float]:
     """Step number `step` (from 0); returns its metrics, the same on every rank. Collective."""
     with parts.metrics.timed("step"):
         completions = sample(parts, step)
+        for recorder in parts.recorders:
+            recorder.write(step, completions)
         with parts.metrics.timed("learn"):
             learn(parts, completions)
         refresh_reference(parts, step)
         sync(parts)
+    return _metrics_of(parts)
+
+
+def replay_step(parts: Parts, completions: list[Completion], step: int) -> dict[str, float]:
+    """The learning half of a step on completions that were recorded; returns its metrics. Collective."""
+    with parts.metrics.timed("step"), parts.metrics.timed("learn"):
+        learn(parts, completions)
+        refresh_reference(parts, step)
+    return _metrics_of(parts)
+
+
+def _metrics_of(parts: Parts) -> dict[str, float]:
     parts.metrics.add_system()
-    return with_throughput(parts.metrics.reduce())
+    return with_throughput(parts.metrics.reduce(), parts.mesh.world_size, parts.policy.peak_tflops)
 
 
 def sample(parts: Parts, step: int) -> list[Completion]:
@@ -138,10 +157,13 @@ def learn(parts: Parts, completions: Sequence[Completion]) -> None:
     config, mesh, metrics = parts.config, parts.mesh, parts.metrics
     updates = []
     for part in minibatches(completions, config.batch.num_minibatches):
-        plan = plan_step(part, mesh.world_size, config.batch.max_tokens_per_microbatch)
+        plan = plan_step(part, mesh.world_size, config.batch.max_tokens_per_microbatch, config.batch.shared_prompt,
+                         parts.policy.shape)
+        report_plan(parts, plan)
         rows = [pack(row, mesh.device, parts.policy.row_block) for row in mesh.mine(plan)]
         updates.append((rows, StepTotals.of(part)))
     all_rows = [mb for rows, _ in updates for mb in rows]
+    compiled = num_compilations()
     score_by_reference(parts, all_rows)
     parts.memory.enter("train")
     score_by_policy(parts, all_rows)
@@ -154,6 +176,18 @@ def learn(parts: Parts, completions: Sequence[Completion]) -> None:
             num_skipped += not update(parts, rows, totals, threshold)
     metrics.maximum("optimizer/skipped_steps", num_skipped)
     metrics.maximum("perf/num_microbatches", len(all_rows))
+    metrics.maximum("perf/compilations", num_compilations() - compiled)
+
+
+def report_plan(parts: Parts, plan: Sequence[Sequence[Row]]) -> None:
+    """Operations that a part's passes execute, those that copies of the prompts need, and how even the ranks are."""
+    policy, metrics, passes = parts.policy, parts.metrics, parts.config.loss.num_iterations
+    executed = [work(rows, policy.shape).training(policy.recomputed) for rows in plan]
+    useful = work_of_copies(parts.mesh.mine(plan), policy.shape).useful
+    metrics.total("perf/train_executed_tflop", passes * parts.mesh.mine(executed) / 1e12)
+    metrics.total("perf/train_perceived_tflop", passes * useful / 1e12)
+    if any(executed):
+        metrics.maximum("perf/load_max_over_mean", max(executed) * len(executed) / sum(executed))
 
 
 def score_by_reference(parts: Parts, rows: Sequence[MicroBatch]) -> None:

@@ -2,7 +2,7 @@
 
 Plain ``python -m spmd_rl.train`` is one rank. ``--print_config`` prints the resolved config, ``--dry_run``
 checks everything that needs no weights. A run that was ended goes on from its newest checkpoint when it is started
-again with the same options.
+again with the same options. ``--replay DIR`` learns from recorded rollouts alone.
 """
 
 import json
@@ -21,6 +21,7 @@ from spmd_rl.job import Inputs, Job, arithmetic, load_inputs, memory_plan
 from spmd_rl.mesh import Mesh, Ranks, check_device, device_bytes, leave, say_error, say_once
 from spmd_rl.offload import Tenant
 from spmd_rl.plan import Plan
+from spmd_rl.replay import load_recorded, replay
 from spmd_rl.signals import EXIT_STOPPED, StopRequest
 from spmd_rl.step import sync_again, train_step
 
@@ -35,27 +36,36 @@ def main(args: list[str] | None = None) -> None:
         config, dry_run = parse(args)
         world_size = Ranks.from_environment().world_size
         device = check_device(config.mesh)
-        inputs = load_inputs(config, world_size)
+        inputs = load_inputs(config, world_size) if config.run.replay is None else load_recorded(config, world_size)
         run_folder.check(config)
     except ConfigError as error:
         say_error(str(error))
         sys.exit(EXIT_USAGE)
-    say_once(arithmetic(config, inputs, world_size))
+    if isinstance(inputs, Inputs):
+        say_once(arithmetic(config, inputs, world_size))
+        if dry_run:
+            _say_plan(config, inputs, world_size, device)
     if dry_run:
-        _say_plan(config, inputs, world_size, device)
         return
     stop = StopRequest(config.run.max_train_minutes)
-    inputs.rewards.start()  # its processes are forked from one that has never seen a GPU
+    plan = None  # a replay has no engine to take turns with
+    if isinstance(inputs, Inputs):
+        inputs.rewards.start()  # its processes are forked from one that has never seen a GPU
     try:
         mesh = Mesh(config.mesh, config.rollout.tensor_parallel_size, config.run.seed)
-        plan = memory_plan(config, inputs, world_size, mesh.smallest_device_bytes())
+        if isinstance(inputs, Inputs):
+            plan = memory_plan(config, inputs, world_size, mesh.smallest_device_bytes())
     except ConfigError as error:
         say_error(str(error))
         sys.exit(EXIT_USAGE)
-    if plan.device_bytes:
+    if plan and plan.device_bytes:
         say_once("\n".join(plan.lines()))
     try:
-        finished = train(config, mesh, inputs, plan, stop)
+        if isinstance(inputs, Inputs):
+            assert plan is not None, "a run without its plan"
+            finished = train(config, mesh, inputs, plan, stop)
+        else:
+            finished = replay(config, mesh, inputs, stop)
     except BaseException as error:
         mesh.fail(error)
     if not finished:

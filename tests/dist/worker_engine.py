@@ -269,6 +269,7 @@ def weights_digest(engine):
 def cell_trained_tokens(bench):
     """What the engine reported for a step's requests, and what reached the loss as targets."""
     parts = bench.parts(2)
+    parts.config.batch.shared_prompt = False  # a sequence is one segment then, prompt and completion
     step_module.sync(parts)
     trained, targets_match = [], []
     forward_backward = parts.policy.forward_backward
@@ -277,7 +278,8 @@ def cell_trained_tokens(bench):
         for mb in micro_batches:
             targets_match.append(torch.equal(mb.input_ids_S[mb.target_index_N + 1], mb.target_ids_N))
             for number in mb.sequence_N.unique().tolist():
-                row = mb.input_ids_S[mb.segment_ids_S == number].tolist()
+                own_S = mb.segments_3S[0]
+                row = mb.input_ids_S[own_S == own_S[mb.target_index_N[mb.sequence_N == number][0]]].tolist()
                 targets = mb.target_ids_N[mb.sequence_N == number].tolist()
                 logprobs = mb.sampler_logprobs_N[mb.sequence_N == number].tolist()
                 trained.append([row[:len(row) - len(targets)], row[len(row) - len(targets):], targets, logprobs])

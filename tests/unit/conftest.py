@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmd_rl.batch import Completion
 from spmd_rl.config import MeshConfig
@@ -78,3 +79,22 @@ def close():
             assert error <= tolerance, f"off by {float(error):.3g}, tolerance {tolerance:g}"
 
     return check
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most elements of any tensor that an operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(value, torch.Tensor):
+                self.numel = max(self.numel, value.numel())
+        return result
+
+
+@pytest.fixture
+def largest_tensor():
+    """The class above: tests are no package, and cannot import from here."""
+    return LargestTensor

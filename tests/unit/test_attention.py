@@ -1,19 +1,64 @@
-"""Packed attention: a token sees its own segment's past, and nothing of its neighbours."""
+"""Packed attention: a token sees its own sequence's past, and nothing of its neighbours."""
+
+import importlib.machinery
+import re
+import sys
+import types
+from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from spmd_rl import attention
 from spmd_rl.attention import PackedSegments, packed_attention
 from spmd_rl.batch import pack
 from spmd_rl.config import ModelConfig
 from spmd_rl.model import build, load_hf_config
 
-LAYOUTS = {"one": [9], "several": [3, 1, 7, 4], "filler": [5, 2, -6], "filler alone": [-8], "ones": [1] * 6}
+# A number is a segment that stands alone, a negative one filler; (prompt, lengths) a prompt and segments that see it.
+LAYOUTS = {"one": [9], "several": [3, 1, 7, 4], "filler": [5, 2, -6], "filler alone": [-8], "ones": [1] * 6,
+           "shared": [(4, [3, 1, 5])], "shared of one": [(3, [4])],
+           "several groups": [2, (1, [1, 2]), (5, [2, 6]), 3, -4],
+           "empty ones": [(3, [0, 2, 0])], "nobody": [(4, [])]}
 
 
-def segments_of(lengths):
-    """Segment ids of neighbouring segments; a negative length is filler."""
-    return torch.tensor([-1 if n < 0 else i for i, n in enumerate(lengths) for _ in range(abs(n))])
+def segments_of(layout):
+    """segments_3S of a layout."""
+    columns = []
+
+    def add(length, prompt=(0, 0)):
+        columns.extend([(len(columns), *prompt)] * length)
+
+    for entry in layout:
+        prompt, branches = entry if isinstance(entry, tuple) else (entry, ())
+        start = len(columns)
+        for length in [1] * -prompt if prompt < 0 else [prompt]:
+            add(length)
+        for length in branches:
+            add(length, (start, start + prompt))
+    return torch.tensor(columns, dtype=torch.int32).T.contiguous()
+
+
+def sees(layout, window):
+    """Who sees whom by the sequences themselves: (S, S) bool. A token's sequence is its prompt and its segment, and the
+    window counts in it."""
+    size = segments_of(layout).shape[1]
+    mask, place = torch.zeros(size, size, dtype=torch.bool), 0
+    for entry in layout:
+        prompt, branches = entry if isinstance(entry, tuple) else (entry, ())
+        own = range(place, place + abs(prompt))
+        sequences = [[at] for at in own] if prompt < 0 else [[*own]]
+        start, place = place, place + abs(prompt)
+        for length in branches:
+            sequences.append([*range(start, start + prompt), *range(place, place + length)])
+            place += length
+        for sequence in sequences:
+            for i, query in enumerate(sequence):
+                first = 0 if window is None else max(0, i - window + 1)
+                mask[query, sequence[first:i + 1]] = True
+    return mask
 
 
 def draw(size, heads=4, key_heads=2, head_dim=8, seed=0):
@@ -21,28 +66,29 @@ def draw(size, heads=4, key_heads=2, head_dim=8, seed=0):
     return [torch.randn(1, h, size, head_dim, generator=g) for h in (heads, key_heads, key_heads)]
 
 
-def reference(query, key, value, segments, window, scaling):
+def reference(query, key, value, mask, scaling):
     """Every pair of positions in float64, masked by hand: (1, S, heads, head size)."""
     repeat = query.shape[1] // key.shape[1]
     q, k, v = query.double(), key.double().repeat_interleave(repeat, 1), value.double().repeat_interleave(repeat, 1)
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-    for i in range(len(segments)):
-        for j in range(len(segments)):
-            if segments[i] != segments[j] or j > i or (window and i - j >= window):
-                scores[..., i, j] = -torch.inf
-    return (scores.softmax(-1) @ v).transpose(1, 2)
+    return (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v).transpose(1, 2)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equals_attention_over_every_pair(close, layout, window):
-    """Causal within a segment, `window` tokens back at most (itself included), grouped key heads, any layout."""
+    """Causal within a sequence, `window` tokens back at most (itself included), grouped key heads, any layout: values
+    and gradients."""
     segments = segments_of(LAYOUTS[layout])
-    query, key, value = draw(len(segments))
-    out, weights = packed_attention(None, query, key, value, None, sliding_window=window,
-                                    packed=PackedSegments(segments))
+    tensors = [t.requires_grad_() for t in draw(segments.shape[1])]
+    out, weights = packed_attention(None, *tensors, None, sliding_window=window, packed=PackedSegments(segments))
     assert weights is None
-    close(out, reference(query, key, value, segments, window, None), 1e-6)
+    expected = reference(*tensors, sees(LAYOUTS[layout], window), None)
+    close(out.detach(), expected.detach(), 1e-6)
+    weigh = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    found = torch.autograd.grad((out * weigh).sum(), tensors)
+    for got, want in zip(found, torch.autograd.grad((expected * weigh).sum(), tensors)):
+        close(got, want, 2e-6)
 
 
 @pytest.mark.parametrize("scaling", [0.1, 1.0])
@@ -52,32 +98,86 @@ def test_scaling_and_key_heads_are_the_models(close, heads, key_heads, scaling):
     segments = segments_of([4, 6])
     query, key, value = draw(10, heads, key_heads)
     out, _ = packed_attention(None, query, key, value, None, scaling=scaling, packed=PackedSegments(segments))
-    close(out, reference(query, key, value, segments, None, scaling), 1e-6)
+    close(out, reference(query, key, value, sees([4, 6], None), scaling), 1e-6)
 
 
 @pytest.mark.parametrize("window", [None, 2])
-def test_gradients_stay_in_the_segment(window):
-    """A segment's output has no gradient by another's query, key or value: exactly 0."""
-    segments = segments_of([3, 5, -2])
-    tensors = [t.requires_grad_() for t in draw(len(segments))]
+def test_gradients_stay_in_the_sequence(window):
+    """A token's output has no gradient by anything outside of its own sequence: exactly 0."""
+    layout = [3, (4, [5, 2]), -2]
+    segments, mask = segments_of(layout), sees(layout, window)
+    tensors = [t.requires_grad_() for t in draw(segments.shape[1])]
     out, _ = packed_attention(None, *tensors, None, sliding_window=window, packed=PackedSegments(segments))
-    out[0, segments == 1].sum().backward()
-    for t in tensors:
-        assert torch.equal(t.grad[:, :, segments != 1], torch.zeros_like(t.grad[:, :, segments != 1]))
-    assert tensors[2].grad.abs().sum() > 0
+    for query in range(segments.shape[1]):
+        _, by_key, by_value = torch.autograd.grad(out[0, query].sum(), tensors, retain_graph=True)
+        touched = by_value.abs().sum((0, 1, 3)) > 0
+        assert torch.equal(touched, mask[query])
+        assert not by_key[:, :, ~mask[query]].any()
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_mask_is_the_same_rule(layout, window):
-    """Same segment, not later, within the window: entry by entry."""
+    """Entry by entry; what is beyond the row sees nothing and is not seen."""
+    packed = PackedSegments(segments_of(LAYOUTS[layout]))
+    place = torch.arange(packed.length)
+    mask = packed.block_mask(window).mask_mod(0, 0, place[:, None], place[None, :])
+    right = sees(LAYOUTS[layout], window)
+    assert torch.equal(mask[:len(right), :len(right)], right)
+    assert not mask[len(right):].any() and not mask[:, len(right):].any()
+
+
+MASK_TENSORS = [side + name for side in ("kv", "full_kv", "q", "full_q") for name in ("_num_blocks", "_indices")]
+LONG_LAYOUTS = {
+    "one": [1000], "on the edge": [128, 256, 128], "one over": [129, 255, 129], "many": [37] * 30,
+    "shared": [(300, [200, 90, 1, 500])], "prompt of blocks": [(256, [128, 128, 60])], "short prompt": [(5, [400] * 3)],
+    "mixed": [70, (130, [10, 300]), 64, (1, [1, 1]), (640, [0, 200, 56]), -90],
+}
+
+
+@pytest.mark.parametrize("counted_at_once", [1, 2**24])
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 300])
+@pytest.mark.parametrize("layout", LONG_LAYOUTS)
+def test_blocks_are_those_of_the_dense_mask(monkeypatch, layout, window, counted_at_once):
+    """Absent, partial and full blocks are exactly what torch finds by looking at every pair, both ways round; a full
+    one that is not skips the mask, a partial one that is absent costs time."""
+    monkeypatch.setattr(attention, "COUNTED_AT_ONCE", counted_at_once)
+    packed = PackedSegments(segments_of(LONG_LAYOUTS[layout]), lengths=[512, 2048])
+    found = packed.block_mask(window)
+    dense = create_block_mask(found.mask_mod, None, None, packed.length, packed.length, device="cpu")
+    assert found.shape == dense.shape and found.BLOCK_SIZE == dense.BLOCK_SIZE
+    for name in MASK_TENSORS:
+        got, want = getattr(found, name), getattr(dense, name)
+        assert got.dtype == want.dtype and torch.equal(got, want), name
+
+
+def test_the_mask_of_a_long_row_is_small(largest_tensor):
+    """64k tokens: no tensor has more than a share of the row's pairs, of which there are 4 billion."""
+    segments = segments_of([(16384, [6144] * 8)])
+    with largest_tensor() as largest:
+        PackedSegments(segments).block_mask(None)
+    assert largest.numel <= attention.COUNTED_AT_ONCE
+
+
+@pytest.mark.parametrize("lengths, size, expected", [
+    ((), 1, 128), ((), 128, 128), ((), 129, 256), ((512, 1024), 3, 512), ((512, 1024), 513, 1024),
+    ((512, 1024), 1024, 1024), ((512, 1024), 1025, 1152)])
+def test_a_row_takes_the_next_length(lengths, size, expected):
+    """Few lengths are compiled: the next one; a row beyond all of them has its own, in whole blocks."""
+    assert PackedSegments(segments_of([size]), lengths).length == expected
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_flex_attention_gives_the_same(monkeypatch, close, layout, window):
+    """The way taken on CUDA, with FlexAttention's own plain computation: filled up, masked, cut back."""
+    monkeypatch.setattr(attention, "_compiled_flex", flex_attention)
     segments = segments_of(LAYOUTS[layout])
-    place = torch.arange(len(segments))
-    mask = PackedSegments(segments).block_mask(window).mask_mod(0, 0, place[:, None], place[None, :])
-    for i in range(len(segments)):
-        for j in range(len(segments)):
-            right = segments[i] == segments[j] and j <= i and (window is None or i - j < window)
-            assert bool(mask[i, j]) == bool(right)
+    packed = PackedSegments(segments, lengths=[256])
+    tensors = draw(segments.shape[1])
+    with torch.no_grad():
+        out = attention._flex(*tensors, packed, window, 0.3)
+    close(out.transpose(1, 2), reference(*tensors, sees(LAYOUTS[layout], window), 0.3), 1e-6)
 
 
 def test_masks_are_made_once():
@@ -87,12 +187,14 @@ def test_masks_are_made_once():
     assert packed.block_mask(2) is not packed.block_mask(None)
 
 
-@pytest.mark.parametrize("softcap", [30.0, 50.0, 0.0])
-def test_a_soft_cap_is_refused(softcap):
-    """It would be ignored: other attention than the engine's, in silence."""
+@pytest.mark.parametrize("keyword, word", [({"softcap": 30.0}, "soft-capping"), ({"softcap": 0.0}, "soft-capping"),
+                                           ({"s_aux": torch.zeros(4)}, "sinks"),
+                                           ({"position_bias": torch.zeros(1)}, "bias")])
+def test_what_would_be_ignored_is_refused(keyword, word):
+    """Other attention than the engine's, in silence."""
     packed = PackedSegments(segments_of([4]))
-    with pytest.raises(ValueError, match="soft-capping"):
-        packed_attention(None, *draw(4), None, softcap=softcap, packed=packed)
+    with pytest.raises(ValueError, match=word):
+        packed_attention(None, *draw(4), None, packed=packed, **keyword)
 
 
 def test_a_call_without_segments_is_refused():
@@ -112,7 +214,7 @@ def logprobs_of(model_folder):
             config = ModelConfig(path=model_folder(family, num_layers=2), dtype="float32")
             models[family] = build(config, load_hf_config(config), 1.0).eval()
         mb = pack(row, torch.device("cpu"), block)
-        found, _ = models[family](mb.input_ids_S, mb.positions_S, mb.segment_ids_S, mb.target_index_N,
+        found, _ = models[family](mb.input_ids_S, mb.positions_S, mb.segments_3S, mb.target_index_N,
                                   mb.target_ids_N, 1.0)
         return [found[mb.sequence_N == i] for i in range(len(row))]
 
@@ -175,3 +277,110 @@ def test_equals_a_padded_batch(logprobs_of, model_folder, completion, close, fam
                                position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits[0, start:start + len(ids)]
             logprobs = logits.log_softmax(-1)[len(c.prompt_ids) - 1:-1]
             close(found, logprobs.gather(-1, torch.tensor(c.token_ids)[:, None])[:, 0], 1e-5)
+
+
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+                           softmax_scale=None, causal=False, window_size=(-1, -1), deterministic=False):
+    """The package's function by its documentation, plainly: tokens before heads, sequences one after the other, keys
+    from window_size[0] before a query to window_size[1] after it (-1 is all), fewer key heads than query heads."""
+    assert causal and dropout_p == 0 and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+    lengths = cu_seqlens_q.diff()
+    assert max_seqlen_q == max_seqlen_k == lengths.max() and cu_seqlens_q[-1] == len(q)
+    sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
+    back = torch.arange(len(q))[:, None] - torch.arange(len(q))[None, :]
+    mask = (sequence[:, None] == sequence[None, :]) & (back >= 0)
+    if window_size[0] >= 0:
+        mask &= back <= window_size[0]
+    return reference(*(t.transpose(0, 1)[None] for t in (q, k, v)), mask, softmax_scale)[0].to(q.dtype)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("lengths", [[9], [3, 1, 7, 4], [1] * 6, []])
+def test_flash_attention_is_called_as_documented(monkeypatch, completion, close, lengths, window):
+    """Where that package is installed (a stand-in here), rows without shared prompts take it: the same values."""
+    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(
+        flash_attn_varlen_func=flash_attn_varlen_func, __spec__=importlib.machinery.ModuleSpec("flash_attn", None)))
+    attention.flash_attention.cache_clear()
+    mb = pack([completion([5] * (n - 1), prompt_ids=[1]) for n in lengths], torch.device("cpu"), block=4)
+    packed = PackedSegments(mb.segments_3S, (), mb.boundaries_B, mb.longest)
+    tensors = draw(mb.input_ids_S.numel())
+    found = attention._flash(*tensors, packed, window, 0.3)
+    attention.flash_attention.cache_clear()
+    wanted, _ = packed_attention(None, *tensors, None, scaling=0.3, sliding_window=window, packed=packed)
+    close(found, wanted, 1e-6)
+
+
+def test_a_shared_prompt_has_no_boundaries(completion):
+    """Its completions see more than their own segment, which FlashAttention cannot say."""
+    unit = [completion([5], prompt_ids=[1, 2]), completion([6, 7], prompt_ids=[1, 2])]
+    assert pack([unit], torch.device("cpu")).boundaries_B is None
+    copies = pack(unit, torch.device("cpu"), block=4)
+    assert copies.boundaries_B.tolist() == [0, 3, 7, 8] and copies.longest == 4
+
+
+def test_rows_of_one_length_share_a_compilation(monkeypatch, close):
+    """FlexAttention is compiled once for rows of any segments, sizes and windows that take one length."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(attention, "_compiled_flex",
+                        torch.compile(flex_attention, dynamic=False, backend="aot_eager"))
+    before = attention.num_compilations()
+    for seed, layout in enumerate([[9], [3, (4, [5, 2])], [200], [(100, [20] * 5)], [256], [-3]]):
+        for window in (None, 3):
+            segments = segments_of(layout)
+            # As projections give them: tokens before heads.
+            tensors = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in draw(segments.shape[1], seed=seed)]
+            with torch.no_grad():
+                out = attention._flex(*tensors, PackedSegments(segments, lengths=[256]), window, None)
+            close(out.transpose(1, 2), reference(*tensors, sees(layout, window), None), 2e-6)
+    assert attention.num_compilations() == before + 1
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_no_layer_reads_from_the_device(monkeypatch, model_folder, completion, family, reads):
+    """Forward and backward the way that CUDA takes, on tensors without data: a host that waits for a value of the
+    device fails here (and so does the test's own read of one)."""
+    def on_device(query, key, value, packed, window, scaling):
+        if reads:
+            int(packed.block_mask(window).kv_num_blocks.max())
+        return attention._flex(query, key, value, packed, window, scaling)
+
+    def same_operands(query, key, value, block_mask, **kwargs):
+        assert block_mask.shape[-1] == query.shape[2] == 128
+        return query + key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+
+    monkeypatch.setattr(attention, "_per_segment", on_device)
+    monkeypatch.setattr(attention, "_compiled_flex", same_operands)
+    config = ModelConfig(path=model_folder(family, num_layers=2), dtype="float32")
+    model = build(config, load_hf_config(config), 1.0).train()
+    model.lm.gradient_checkpointing_enable({"use_reentrant": False})
+    mb = pack([[completion([5] * 9, prompt_ids=[1] * 30), completion([6, 7], prompt_ids=[1] * 30)]],
+              torch.device("cpu"))
+
+    def learn():
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake = [mode.from_tensor(t) for t in (mb.input_ids_S, mb.positions_S, mb.segments_3S, mb.target_index_N,
+                                                  mb.target_ids_N)]
+            logprobs_N, entropy_N = model(*fake, 0.7)
+            (logprobs_N + entropy_N).sum().backward()
+
+    if reads:
+        with pytest.raises(DataDependentOutputException):
+            learn()
+    else:
+        learn()
+
+
+def test_the_documented_figure_is_the_mask(completion):
+    """docs/shared_prompts.md draws a prompt of 4 with completions of 3 and 2, and a sequence of 3 beside them."""
+    text = (Path(__file__).parents[2] / "docs" / "shared_prompts.md").read_text()
+    lines = text.split("```")[1].strip().splitlines()[1:]
+    drawn = [[mark == "#" for mark in line if mark in "#."] for line in lines]
+    positions = [int(re.search(r"\d+", line)[0]) for line in lines]
+    row = [[completion([1] * n, prompt_ids=[0] * 4) for n in (3, 2)], completion([1], prompt_ids=[0, 0])]
+    mb = pack(row, torch.device("cpu"))
+    mask = PackedSegments(mb.segments_3S).block_mask(None).mask_mod
+    place = torch.arange(12)
+    assert drawn == mask(0, 0, place[:, None], place[None, :]).tolist()
+    assert positions == mb.positions_S.tolist()

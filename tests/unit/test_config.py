@@ -44,6 +44,28 @@ def write(tmp_path, text):
     return str(path)
 
 
+def test_short_options_of_recording_and_replay(tmp_path):
+    """--record_rollouts and --replay DIR are their fields of the run section, over a file's."""
+    path = write(tmp_path, "run: {record_rollouts: false, replay: there, max_steps: 3}\n")
+    assert parse(["--config", path])[0].run.replay == "there"
+    config, _ = parse(["--config", path, "--replay", "here", "--record_rollouts"])
+    assert (config.run.replay, config.run.record_rollouts, config.run.max_steps) == ("here", True, 3)
+    assert parse(["--run.replay", "x"])[0].run.replay == "x" and parse([])[0].run.replay is None
+
+
+@pytest.mark.parametrize("text, value", [("auto", "auto"), ("on", True), ("off", False), ("true", True), ("false", 0)])
+def test_shared_prompt_is_auto_on_or_off(tmp_path, text, value):
+    """On the command line and in YAML, where on and off are booleans."""
+    assert parse(["--batch.shared_prompt", text])[0].batch.shared_prompt == value
+    assert parse(["--config", write(tmp_path, f"batch: {{shared_prompt: {text}}}")])[0].batch.shared_prompt == value
+
+
+@pytest.mark.parametrize("text", ["sometimes", "2", "null", "[]"])
+def test_shared_prompt_of_another_value_is_refused(text):
+    with pytest.raises(ConfigError, match="shared_prompt"):
+        parse(["--batch.shared_prompt", text])
+
+
 # Reading. -------------------------------------------------------------------------------------------------------------
 
 
@@ -237,6 +259,7 @@ NAN, INF = float("nan"), float("inf")
     ("policy.learning_rate", -1e-6), ("policy.learning_rate", NAN), ("policy.learning_rate", INF),
     ("policy.max_grad_norm", -1.0), ("policy.logprob_memory_gib", 0.0), ("weight_sync.bucket_mib", 0),
     ("checkpoint.export_steps", -1), ("checkpoint.max_shard_gib", 0.0), ("evaluate.eval_steps", 5),
+    ("policy.gradient_checkpointing_every", 0), ("metrics.peak_tflops", -1.0),
     ("data.train", "no/such/file.jsonl"), ("data.eval", "no/such/file.jsonl")])
 def test_a_number_out_of_range_is_refused_by_name(good, name, value):
     """A value that cannot run is refused with the field and the value, before anything is loaded."""
@@ -312,6 +335,24 @@ def test_options_that_make_sampler_and_policy_differ_are_named(good, name, value
         return
     with pytest.raises(ConfigError, match="loss.importance_sampling_correction is False.*penalties"):
         validate(good, 1)
+
+
+def test_compiled_layers_are_refused_where_weights_come_and_go(good):
+    """At ZeRO stage 3 a compiled layer would keep what is released."""
+    good.policy.compile_layers = True
+    validate(good, 4)
+    good.policy.zero_stage = 3
+    with pytest.raises(ConfigError, match="policy.compile_layers is True.*zero_stage 3"):
+        validate(good, 4)
+
+
+def test_a_replay_needs_no_data_and_records_nothing(good):
+    """Its completions are recorded ones: no prompts are read, and none are sampled."""
+    good.data.train, good.data.eval, good.run.replay = "", "no/such/file.jsonl", "rollouts"
+    validate(good, 4)
+    good.run.record_rollouts = True
+    with pytest.raises(ConfigError, match="run.record_rollouts is True"):
+        validate(good, 4)
 
 
 def test_a_regex_reward_needs_its_pattern(good):

@@ -294,3 +294,15 @@ def test_throughput_is_tokens_over_the_phases_time():
     found = with_throughput(metrics)
     assert (found["perf/rollout_tokens_per_s"], found["perf/train_tokens_per_s"]) == (200, 250)
     assert "perf/train_tokens_per_s" not in with_throughput({**metrics, "timing/train": 0.0})
+
+
+def test_mfu_is_operations_over_time_ranks_and_peak():
+    """800 TFLOP executed by 2 ranks in 2 s: 200 TFLOP/s a rank, a fifth of a peak of 1000; perceived 1200 give 300. No
+    peak, no MFU; no training, no rate."""
+    metrics = {"perf/train_executed_tflop": 800, "perf/train_perceived_tflop": 1200, "timing/train": 2.0,
+               "num_tokens": 1}
+    found = with_throughput(metrics, 2, 1000)
+    assert (found["perf/executed_tflops"], found["perf/perceived_tflops"]) == (200, 300)
+    assert (found["perf/mfu_executed"], found["perf/mfu_perceived"]) == (0.2, 0.3)
+    assert "perf/mfu_executed" not in with_throughput(metrics, 2) and "perf/executed_tflops" in with_throughput(metrics)
+    assert "perf/executed_tflops" not in with_throughput({**metrics, "timing/train": 0.0}, 2, 1000)

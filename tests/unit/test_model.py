@@ -32,6 +32,15 @@ REFUSED = {
     "bart": (dict(), "encoder-decoder"),
     "qwen3_next": (dict(layer_types=["linear_attention", "full_attention"], num_experts=0), "linear_attention"),
     "llama": (dict(quantization_config={"quant_method": "fp8"}), "quantised"),
+    # State-space, convolution and recurrent layers would carry one sequence's state into the next.
+    "mamba": (dict(), "linear_attention|MambaForCausalLM"),
+    "mamba2": (dict(num_heads=2, head_dim=16, n_groups=1), "linear_attention|Mamba2ForCausalLM"),
+    "jamba": (dict(num_experts=1), "linear_attention|JambaForCausalLM"),
+    "falcon_h1": (dict(), "FalconH1ForCausalLM|hybrid"),
+    "lfm2": (dict(layer_types=["conv", "full_attention"]), "conv"),
+    "recurrent_gemma": (dict(), "RecurrentGemmaForCausalLM|recurrent"),
+    "bamba": (dict(mamba_n_heads=2), "linear_attention|BambaForCausalLM"),
+    "zamba2": (dict(), "linear_attention|hybrid|Zamba2ForCausalLM"),
 }
 
 
@@ -44,7 +53,7 @@ def save_config(folder, model_type, fields):
 def test_what_is_not_supported_is_refused_by_name(tmp_path, model_type):
     """Decision 11: before any weight is read, with the folder and what it is. True equals 1.0, and must not pass."""
     fields, word = REFUSED[model_type]
-    sizes = {} if model_type in ("t5", "bart", "qwen2_5_vl") else TINY
+    sizes = {} if model_type in ("t5", "bart", "qwen2_5_vl", "zamba2") else TINY
     with pytest.raises(ConfigError, match=word) as error:
         load_hf_config(save_config(tmp_path, model_type, sizes | fields))
     assert "model.path" in str(error.value) and str(tmp_path) in str(error.value)
@@ -116,7 +125,7 @@ def test_a_packed_row_has_the_logprobs_and_gradients_of_plain_forwards(model_fol
     model, plain = load_both(model_folder(family, tied=tied), memory_gib=1e-9)  # the smallest tiles
     row = sequences(completion)
     mb = pack(row, torch.device("cpu"), block=64)
-    logprobs_N, entropy_N = model(mb.input_ids_S, mb.positions_S, mb.segment_ids_S, mb.target_index_N,
+    logprobs_N, entropy_N = model(mb.input_ids_S, mb.positions_S, mb.segments_3S, mb.target_index_N,
                                   mb.target_ids_N, temperature)
     found = [plain_logprobs(plain, c, temperature) for c in row]
     expected_N = torch.cat([logprobs for logprobs, _ in found])
@@ -176,7 +185,7 @@ def test_gradient_checkpointing_changes_no_gradient(model_folder, completion, fa
             model.lm.gradient_checkpointing_enable({"use_reentrant": False})
         model.zero_grad()
         model.train()
-        model(mb.input_ids_S, mb.positions_S, mb.segment_ids_S, mb.target_index_N, mb.target_ids_N,
+        model(mb.input_ids_S, mb.positions_S, mb.segments_3S, mb.target_index_N, mb.target_ids_N,
               1.0)[0].sum().backward()
         grads.append([p.grad.clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads))
@@ -188,7 +197,7 @@ def test_a_row_without_targets_gives_every_parameter_a_gradient_of_zero(model_fo
     """A dummy row's backward reaches every parameter with exactly 0, so that ranks reduce the same tensors."""
     model, _ = load_both(model_folder(family, tied=tied))
     mb = pack([], torch.device("cpu"))
-    logprobs_N, _ = model(mb.input_ids_S, mb.positions_S, mb.segment_ids_S, mb.target_index_N, mb.target_ids_N, 1.0)
+    logprobs_N, _ = model(mb.input_ids_S, mb.positions_S, mb.segments_3S, mb.target_index_N, mb.target_ids_N, 1.0)
     assert logprobs_N.shape == (0,)
     logprobs_N.sum().backward()
     for name, parameter in model.named_parameters():
@@ -201,7 +210,7 @@ def test_case_75_the_models_temperature_is_the_samplers(model_folder, completion
     model, plain = load_both(model_folder("qwen3"))
     row = sequences(completion)[:1]
     mb = pack(row, torch.device("cpu"))
-    fields = mb.input_ids_S, mb.positions_S, mb.segment_ids_S, mb.target_index_N, mb.target_ids_N
+    fields = mb.input_ids_S, mb.positions_S, mb.segments_3S, mb.target_index_N, mb.target_ids_N
     with torch.no_grad():
         found, raw = model(*fields, 0.5)[0], model(*fields, 1.0)[0]
         expected = plain_logprobs(plain, row[0], 0.5)[0]

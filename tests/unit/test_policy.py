@@ -1,13 +1,20 @@
-"""DeepSpeed's config from ours, and the buckets that weights are gathered in."""
+"""DeepSpeed's config from ours, the buckets that weights are gathered in, and what a pass executes."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from spmd_rl import shards
-from spmd_rl.config import Config, ConfigError
-from spmd_rl.policy import Engine, _buckets, _make_optimizer, deepspeed_config
+from spmd_rl.batch import StepTotals, pack, work
+from spmd_rl.checks import LOSS_TYPES
+from spmd_rl.config import Config, ConfigError, LossConfig, ModelConfig
+from spmd_rl.losses import LossInputs, loss_metrics, policy_loss
+from spmd_rl.model import build, checkpoint_blocks, load_hf_config, shape
+from spmd_rl.policy import Engine, _buckets, _make_optimizer, deepspeed_config, row_lengths
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -99,3 +106,65 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, mine, words):
         else:
             with pytest.raises(ConfigError, match=f"the checkpoint is of another model; {words}"):
                 Engine._check_shapes(engine, found)
+
+
+@pytest.mark.parametrize("max_tokens, max_model_len, expected", [
+    (16384, 1024, [8192, 16384]), (16384, 16384, [8192, 16384]), (16384, 16385, [8192, 16384, 32768]),
+    (1000, 5000, [512, 1024, 2048, 4096, 8192]), (1, 1, [128, 128]), (100, 300, [128, 128, 256, 512])])
+def test_rows_take_few_lengths(max_tokens, max_model_len, expected):
+    """Half the budget, the budget, and doubles until the longest sequence fits, in whole blocks of 128."""
+    assert row_lengths(max_tokens, max_model_len) == expected
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("threshold", [None, 1.0])
+def test_no_loss_reads_from_the_device(loss_type, level, threshold):
+    """Loss, backward and metrics of a row on tensors without data: a host that waits for a value fails here."""
+    config = LossConfig(loss_type=loss_type, importance_sampling_level=level, beta=0.1, entropy_coef=0.1,
+                        epsilon_high=5.0 if loss_type == "cispo" else None)
+    with FakeTensorMode():
+        values = [torch.empty(9) for _ in range(7)]
+        logprobs_N, entropy_N = (torch.empty(9, requires_grad=True) for _ in range(2))
+        inputs = LossInputs(logprobs_N, values[0], values[1], values[2], torch.empty(9, dtype=torch.long), values[3],
+                            entropy_N, values[4], values[5])
+        policy_loss(inputs, config, StepTotals(9, 2), 16, None, threshold).backward()
+        loss_metrics(inputs, config)
+
+
+@pytest.mark.parametrize("every, checkpointed, share", [(1, [True] * 4, 1), (2, [True, False] * 2, 0.5),
+                                                        (3, [True, False, False, True], 0.5),
+                                                        (9, [True, False, False, False], 0.25)])
+def test_every_nth_block_is_checkpointed(model_folder, every, checkpointed, share):
+    """The first of each so many blocks; the share is what the operations count as recomputed."""
+    config = ModelConfig(path=model_folder("qwen3", num_layers=4), dtype="float32")
+    lm = build(config, load_hf_config(config), 1.0).lm
+    assert checkpoint_blocks(lm, every) == share
+    assert [layer.gradient_checkpointing for layer in lm.model.layers] == checkpointed
+
+
+def test_adamw_is_fused():
+    """One kernel over all parameters in place of several a parameter."""
+    optimizer = _make_optimizer(torch.nn.Linear(2, 2), Config(), torch.device("cpu"))
+    assert isinstance(optimizer, torch.optim.AdamW) and all(group["fused"] for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize("shared_prompt", [False, True])
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "gemma3"])
+def test_executed_operations_are_those_of_the_pass(model_folder, completion, family, every, shared_prompt):
+    """torch's counter over a row's forward and backward: the products of linear layers and head, blocks that are
+    computed again counted twice. (Attention on a CPU is padded, and counted apart.)"""
+    config = ModelConfig(path=model_folder(family, num_layers=4), dtype="float32")
+    net = build(config, load_hf_config(config), 1.0).train()
+    recomputed = checkpoint_blocks(net.lm, every)
+    group = [completion([5] * n, prompt_ids=[1] * 40, sample=n) for n in (20, 30, 10)]
+    units = [group] if shared_prompt else [[c] for c in group]
+    mb = pack(units, torch.device("cpu"))
+    with FlopCounterMode(display=False) as counter:
+        logprobs_N, _ = net(mb.input_ids_S, mb.positions_S, mb.segments_3S, mb.target_index_N, mb.target_ids_N, 1.0)
+        logprobs_N.sum().backward()
+    counted = counter.get_flop_counts()["Global"]
+    products = sum(counted.get(op, 0) for op in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    found = work([units], shape(net.lm))
+    assert replace(found, attention=0).training(recomputed) == pytest.approx(products, rel=0.002)

@@ -1,0 +1,99 @@
+"""The learning half alone on recorded rollouts: the metrics of the run that recorded them, on any number of ranks."""
+
+import json
+import random
+
+import pytest
+from launching import Once, needs_cpu_engine, run, torchrun, write_config
+
+from spmd_rl.batch import Completion
+from spmd_rl.recording import Recorder, recorded_steps
+
+LEFT_OUT = ("timing/", "perf/", "memory/", "reward", "sampling/is_", "epoch", "frac_", "completions/", "num_")
+NUM_STEPS = 3
+PROGRAM = ["-m", "spmd_rl.train"]
+
+
+def steps_of(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def learned(line):
+    """What a step's update computed."""
+    return {name: value for name, value in line.items() if not name.startswith(LEFT_OUT)}
+
+
+def made_up_steps(folder):
+    """Groups of random tokens, ragged, one completion empty."""
+    draw, recorder = random.Random(0), Recorder(str(folder))
+    for step in range(NUM_STEPS):
+        completions = []
+        for group in range(4):
+            prompt = [draw.randrange(256) for _ in range(8 + 5 * group)]
+            for sample in range(4):
+                ids = [draw.randrange(256) for _ in range(0 if (group, sample) == (1, 2) else draw.randrange(1, 9))]
+                completions.append(Completion(group, sample, prompt, ids, [-5.0] * len(ids), "stop", step, "",
+                                              [float(sample)], float(sample), sample - 1.5))
+        recorder.write(step, completions)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def replayed(model, tmp_path_factory):
+    """A function from (ranks, ZeRO stage, shared prompts) to the steps' metrics, made once each."""
+    base = tmp_path_factory.mktemp("replays")
+    rollouts = made_up_steps(base / "rollouts")
+
+    def launch(num_ranks, stage, shared_prompt):
+        folder = base / f"{num_ranks}-{stage}-{shared_prompt}"
+        config = write_config(base / f"{folder.name}.yaml", model, base / "none.jsonl", folder,
+                              run={"max_steps": NUM_STEPS}, loss={"beta": 0.1, "importance_sampling_correction": False},
+                              policy={"zero_stage": stage}, batch={"shared_prompt": shared_prompt})
+        arguments = [*PROGRAM, "--config", str(config), "--replay", str(rollouts)]
+        (torchrun(num_ranks, arguments) if num_ranks > 1 else run(arguments)).succeeded()
+        return steps_of(folder)
+
+    return Once(launch)
+
+
+@pytest.mark.parametrize("num_ranks, stage, shared_prompt", [(1, 2, True), (2, 3, "auto")])
+def test_layout_changes_no_replay(replayed, num_ranks, stage, shared_prompt):
+    """No engine, no data: losses, norms and entropies of copies on one rank, also with shared prompts and sharded."""
+    standard, found = replayed(1, 0, False), replayed(num_ranks, stage, shared_prompt)
+    assert [line["step"] for line in found] == [1, 2, 3]
+    for line, want in zip(found, standard, strict=True):
+        assert learned(line).keys() == learned(want).keys()
+        assert {"loss", "grad_norm", "kl", "entropy"} <= learned(line).keys()
+        for name, value in learned(want).items():
+            assert line[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    assert found[1]["kl"] > 0
+
+
+def test_sharing_saves_operations(replayed):
+    """The metrics count what was executed, and what copies would have needed."""
+    shared, copies = replayed(1, 2, True)[0], replayed(1, 0, False)[0]
+    assert shared["perf/train_executed_tflop"] < copies["perf/train_executed_tflop"]
+    assert shared["perf/train_perceived_tflop"] == pytest.approx(copies["perf/train_perceived_tflop"])
+    assert shared["perf/executed_tflops"] == pytest.approx(
+        shared["perf/train_executed_tflop"] / shared["timing/train"])
+    assert shared["perf/load_max_over_mean"] == 1 and shared["perf/compilations"] == 0
+    assert "perf/mfu_executed" not in shared  # a CPU's peak is not known
+
+
+@needs_cpu_engine
+def test_a_recorded_run_is_replayed(model, prompts, tmp_path):
+    """A run of the whole program, then its recorded rollouts without the engine: the same updates, to 1e-6."""
+    config = write_config(tmp_path / "config.yaml", model, prompts / "train.jsonl", tmp_path / "run",
+                          run={"max_steps": NUM_STEPS}, loss={"beta": 0.1})
+    run([*PROGRAM, "--config", str(config), "--record_rollouts"]).succeeded()
+    rollouts = tmp_path / "run" / "rollouts"
+    assert len(recorded_steps(str(rollouts))) == NUM_STEPS
+    again = [*PROGRAM, "--config", str(config), "--replay", str(rollouts)]
+    refused = run([*again])
+    assert refused.returncode == 2 and "run.output_dir" in refused.output
+    run([*again, "--run.output_dir", str(tmp_path / "again")]).succeeded()
+    for line, want in zip(steps_of(tmp_path / "again"), steps_of(tmp_path / "run"), strict=True):
+        assert {"loss", "grad_norm", "kl", "entropy"} <= learned(line).keys()
+        for name, value in learned(want).items():
+            assert line[name] == pytest.approx(value, rel=1e-6, abs=1e-6), name
