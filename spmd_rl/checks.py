@@ -183,6 +183,10 @@ def _check_sampling(c: Config) -> None:
     weights = c.rewards.weights
     _require(weights is None or len(weights) == len(c.rewards.functions), "rewards.weights", weights,
              f"give one for each of the {len(c.rewards.functions)} rewards.functions")
+    _require(weights is None or all(map(math.isfinite, weights)), "rewards.weights", weights, "set finite numbers")
+    ours = sorted(c.data.chat_template_kwargs.keys() & {"conversation", "tokenize", "add_generation_prompt"})
+    _require(not ours, "data.chat_template_kwargs", c.data.chat_template_kwargs,
+             f"remove {', '.join(ours)}: the program gives it")
     _require("regex" not in c.rewards.functions or bool(c.rewards.regex_pattern), "rewards.regex_pattern",
              c.rewards.regex_pattern, "set the pattern that the regex reward searches for")
     _require(e.num_generations > 0, "evaluate.num_generations", e.num_generations, "set it above 0")

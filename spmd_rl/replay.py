@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmd_rl import checks, run_folder
-from spmd_rl.config import Config, ConfigError, load_function
+from spmd_rl.config import Config, ConfigError, as_dict, load_function
 from spmd_rl.memory import Resident
 from spmd_rl.mesh import Mesh, say_once
 from spmd_rl.metrics import Metrics, completion_metrics
@@ -49,7 +49,8 @@ def replay(config: Config, mesh: Mesh, recorded: Recorded, stop: StopRequest) ->
     With the options of the recorded run losses, gradient norms and weights are that run's. False where it was ended
     before the last step.
     """
-    sinks = mesh.on_main(lambda: make_sinks(config.metrics, run_folder.open_folder(config, None), config.run.max_steps))
+    sinks = mesh.on_main(lambda: make_sinks(config.metrics, run_folder.open_folder(config, None), config.run.max_steps, 0,
+                                            as_dict(config)))
     metrics = Metrics(mesh, sinks)
     policy = Policy(config, mesh, recorded.hf_config)
     reference = Reference(config, mesh, load_hf_config(config.model)) if config.loss.beta > 0 else None

@@ -242,6 +242,15 @@ def test_a_good_config_is_taken(good):
         validate(good, world_size)
 
 
+def test_several_greedy_completions_are_refused(good):
+    """They are all the same: pass@k of them would be pass@1."""
+    good.evaluate.num_generations = 4
+    with pytest.raises(ConfigError, match="evaluate.temperature is 0.0.*evaluate.num_generations"):
+        validate(good, 1)
+    good.evaluate.temperature = 0.7
+    validate(good, 1)
+
+
 NAN, INF = float("nan"), float("inf")
 
 
@@ -260,7 +269,13 @@ NAN, INF = float("nan"), float("inf")
     ("policy.max_grad_norm", -1.0), ("policy.logprob_memory_gib", 0.0), ("weight_sync.bucket_mib", 0),
     ("checkpoint.export_steps", -1), ("checkpoint.max_shard_gib", 0.0), ("evaluate.eval_steps", 5),
     ("policy.gradient_checkpointing_every", 0), ("metrics.peak_tflops", -1.0),
-    ("data.train", "no/such/file.jsonl"), ("data.eval", "no/such/file.jsonl")])
+    ("data.train", "no/such/file.jsonl"), ("data.eval", "no/such/file.jsonl"), ("data.train", []),
+    ("data.train", ["a/b", "a/b"]), ("data.weights", [0.5, 0.5]), ("data.weights", [0.0]), ("data.weights", [NAN]),
+    ("data.chat_template_kwargs", {"tokenize": True}), ("rewards.weights", [NAN]), ("rewards.num_workers", -1),
+    ("rewards.timeout_s", 0.0), ("rewards.memory_gib", -1.0), ("rewards.failed_reward", NAN),
+    ("evaluate.num_generations", 0), ("evaluate.temperature", -1.0),
+    ("evaluate.max_completion_length", 0), ("evaluate.max_completion_length", 10**6),
+    ("metrics.completions_steps", -1), ("metrics.num_completions", 0), ("run.profile_steps", "x")])
 def test_a_number_out_of_range_is_refused_by_name(good, name, value):
     """A value that cannot run is refused with the field and the value, before anything is loaded."""
     set_field(good, name, value)

@@ -22,7 +22,7 @@ class Scripted:
 
     def __init__(self, rows):
         self.prompts = [Prompt(number, "?", [1, 2], {"samples": samples}) for number, samples in enumerate(rows)]
-        self.rounds = []
+        self.rounds, self.submitted = [], []
 
     def draw(self, step):
         return self.prompts[:2]
@@ -38,16 +38,23 @@ class Scripted:
     def check_current(self):
         pass
 
-    def generate(self, prompts, first_group, step, sampling):
+    def generate(self, prompts, first_group, step, sampling, on_finished):
         assert sampling.num_generations == NUM_GENERATIONS
-        return [Completion(first_group + number, sample_number, prompt.token_ids, [9] * length, [-1.0] * length, end, 0)
+        made = [Completion(first_group + number, sample_number, prompt.token_ids, [9] * length, [-1.0] * length, end, 0)
                 for number, prompt in enumerate(prompts)
                 for sample_number, (length, end, _) in enumerate(prompt.columns["samples"])]
+        for place in reversed(range(len(made))):  # they end in any order
+            on_finished(place, made[place])
+        return made
 
-    def score(self, prompts, completions):
-        for prompt, completion in zip(prompts, completions, strict=True):
+    def submit(self, prompt, completion):
+        self.submitted.append((prompt, completion))
+
+    def collect(self):
+        for prompt, completion in self.submitted:
             completion.reward = prompt.columns["samples"][completion.sample][2]
             completion.rewards = [completion.reward]
+        self.submitted = []
 
 
 def sampled(mesh, rows, **loss_and_rollout):
@@ -58,8 +65,9 @@ def sampled(mesh, rows, **loss_and_rollout):
         section = config.loss if hasattr(config.loss, name) else config.rollout
         setattr(section, name, value)
     script, metrics = Scripted(rows), Metrics(mesh, [])
-    parts = Parts(config, mesh, metrics, None, script, script, script, SimpleNamespace(), None, script,
-                  SimpleNamespace())
+    parts = Parts(config=config, mesh=mesh, metrics=metrics, rewards=script, rollout=script, tokenizer=None,
+                  sampler=script, policy=SimpleNamespace(), reference=None, weight_sync=script,
+                  memory=SimpleNamespace())
     return sample(parts, 0), metrics.reduce(), script
 
 
