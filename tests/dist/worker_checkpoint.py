@@ -3,8 +3,8 @@
     torchrun --nproc_per_node N worker_checkpoint.py JOB.json
 
 JOB.json has `model`, `folder`, `cells` (name, stage, dtype), and the `device` if not cpu. For each cell the folder gets
-NAME.json with what each rank found, and the run folder NAME with its checkpoints. A cell with `source`, the run folder of
-another cell, goes on from that one's checkpoint of step 2, which other ranks or another stage may have written.
+NAME.json with what each rank found, and the run folder NAME with its checkpoints. A cell with `source`, the run folder
+of another cell, goes on from that one's checkpoint of step 2, which other ranks or another stage may have written.
 """
 
 import contextlib
