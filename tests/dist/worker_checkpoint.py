@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node N worker_checkpoint.py JOB.json
 
-JOB.json has `model`, `folder` and `cells` (name, stage, dtype). For each cell the folder gets NAME.json with what each
-rank found, and the run folder NAME with its checkpoints. A cell with `source`, the run folder of another cell, goes on
-from that one's checkpoint of step 2, which other ranks or another stage may have written.
+JOB.json has `model`, `folder`, `cells` (name, stage, dtype), and the `device` if not cpu. For each cell the folder gets
+NAME.json with what each rank found, and the run folder NAME with its checkpoints. A cell with `source`, the run folder
+of another cell, goes on from that one's checkpoint of step 2, which other ranks or another stage may have written.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ def digest(tensors):
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        found.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
@@ -210,7 +210,8 @@ def straight_and_resumed(made, cell):
 
 def main():
     job = json.loads(Path(sys.argv[1]).read_text())
-    mesh = Mesh(MeshConfig(device="cpu", timeout_s=60), 1, 0)
+    device = job.get("device", "cpu")
+    mesh = Mesh(MeshConfig(device=device, timeout_s=60, full_determinism=device == "cuda"), 1, 0)
     try:
         for cell in job["cells"]:
             mesh.phase = cell["name"]
