@@ -106,6 +106,6 @@ def test_nothing_grows(cycled):
 def test_out_of_memory_says_who_is_there(cycled):
     """Phase, tenants in GiB, the driver's free memory, and what to change."""
     text = cycled["explained"]
-    for part in ("train", "weights", "moments", "the driver has", "batch.max_tokens_per_microbatch"):
+    for part in ("train", "weights", "fp32 masters", "reference", "the driver has", "batch.max_tokens_per_microbatch"):
         assert part in text
     assert "KV cache" not in text.split("the driver has")[0], "it sleeps"

@@ -37,7 +37,7 @@ def run_program(inputs, tmp_path, **sections):
 def test_first_step_and_sleep(stage, inputs, tmp_path):
     """Unchanged weights give ratio 1 and KL 0; the engine's memory is not there while the policy trains."""
     rows = run_program(inputs, tmp_path, loss={"beta": 0.1, "recompute_old_logprobs": True},
-                       policy={"zero_stage": stage, "learning_rate": 0.1})
+                       policy={"zero_stage": stage, "learning_rate": 0.1}, memory={"swap": "always"})
     assert len(rows) == STEPS
     assert abs(rows[0]["ratio"] - 1) <= 1e-3
     assert abs(rows[0]["kl"]) <= 1e-3

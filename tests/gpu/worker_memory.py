@@ -21,7 +21,7 @@ GIB = 2**30
 def greedy(job):
     """Token ids of three prompts' greedy completions."""
     prompts = job.inputs.train_prompts[:3]
-    made = job.parts.rollout.generate(prompts, 0, 0, Sampling(1, 6, greedy=True))
+    made = job.parts.rollout.generate(prompts, 0, 0, Sampling(1, 6, temperature=0.0))
     return [completion.token_ids for completion in made]
 
 
