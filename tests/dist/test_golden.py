@@ -11,8 +11,8 @@ import launching
 import pytest
 
 # Largest gaps on one CPU between AVX-512, AVX2 and no vector instructions (ATEN_CPU_CAPABILITY, the last with
-# MKL_CBWR=COMPATIBLE): 5e-6 in the first step, 3e-5 in twenty, and 6e-4 for dapo, which has the default's weights of whole
-# completions. The bounds leave room for other CPUs, and lie far below what a change of the loss makes.
+# MKL_CBWR=COMPATIBLE): 5e-6 in the first step, 3e-5 in twenty, and 6e-4 for dapo, which has the default's weights of
+# whole completions. The bounds leave room for other CPUs, and lie far below what a change of the loss makes.
 FIRST, LATER, LATER_WITH_WEIGHTS = 3e-5, 2e-4, 5e-3
 SAMPLER_GAP = 1e-4  # of fp32 in two programs, here over twenty steps
 
