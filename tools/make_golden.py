@@ -46,19 +46,26 @@ def record(folder):
     worker_learn.write_rollouts(golden.ROLLOUTS, steps)
 
 
+def how_far(loss, trajectory):
+    """From what is there."""
+    if not golden.path_of(loss).exists():
+        return "new"
+    before = golden.read(loss)
+    names = golden.names_of(trajectory) ^ golden.names_of(before)
+    if names:
+        return f"not to be compared, {', '.join(sorted(names))} came or went"
+    steps, weights = golden.gaps(trajectory, before)
+    return f"moved by {max(steps):.1e} (metrics) and {weights:.1e} (weights)"
+
+
 def rewrite(reason):
     """Make every trajectory anew, print how far it moved, and note the reason."""
     with tempfile.TemporaryDirectory() as folder:
         found = golden.learn(Path(folder))
-    moved = []
+    moved = [f"{loss}: {how_far(loss, trajectory)}" for loss, trajectory in found.items()]
+    print("\n".join(moved))
     for loss, trajectory in found.items():
-        path, text = golden.path_of(loss), "new"
-        if path.exists():
-            steps, weights = golden.gaps(trajectory, golden.read(loss))
-            text = f"moved by {max(steps):.1e} (metrics) and {weights:.1e} (weights)"
-        path.write_text(json.dumps(trajectory, indent=1) + "\n")
-        moved.append(f"{loss}: {text}")
-        print(moved[-1])
+        golden.path_of(loss).write_text(json.dumps(trajectory, indent=1) + "\n")
     with open(golden.FOLDER / "README.md", "a", encoding="utf-8") as file:
         file.write(f"\n{datetime.date.today()}: {reason}\n\n" + "".join(f"- {line}\n" for line in moved))
 

@@ -2,7 +2,7 @@
 
 tests/golden has rollouts.jsonl (a line a step), LOSS.json (metrics of each step, sums and norms of the last weights)
 and README.md (when and why they were written). tools/make_golden.py writes all of it. The rollouts are those of a run
-with dapo's settings; the other losses learn from them off their own policy, which the sampler's weights are for.
+with dapo's settings; the other losses learn from them off their own policy.
 """
 
 import json
@@ -24,14 +24,17 @@ COMMON = {"rollout": ROLLOUT, "batch": {"max_tokens_per_microbatch": 64, "num_mi
           "loss": {"num_iterations": 2},
           "policy": {"learning_rate": 1e-3, "lr_scheduler_type": "linear", "adam_epsilon": 1e-6,
                      "gradient_checkpointing": False}}
+# Off the policy that sampled, the weights of whole completions would soon leave nothing to learn.
+OFF_POLICY = {"importance_sampling_correction": False}
 LOSSES = {
     "dapo": {"epsilon_high": 0.28},
-    "grpo": {"loss_type": "grpo", "beta": 0.04},
-    "dr_grpo": {"loss_type": "dr_grpo", "delta": 2.0},
+    "grpo": OFF_POLICY | {"loss_type": "grpo", "beta": 0.04},
+    "dr_grpo": OFF_POLICY | {"loss_type": "dr_grpo", "delta": 2.0},
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0, "importance_sampling_mode": "token_truncate"},
-    "sapo": {"loss_type": "sapo", "entropy_coef": 0.001},
-    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-2, "epsilon_high": 4e-2},
-    "gspo-token": {"importance_sampling_level": "sequence_token", "epsilon": 3e-2, "epsilon_high": 4e-2},
+    "sapo": {"loss_type": "sapo", "entropy_coef": 0.001, "importance_sampling_mode": "token_mask"},
+    "gspo": OFF_POLICY | {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-2,
+                          "epsilon_high": 4e-2},
+    "gspo-token": OFF_POLICY | {"importance_sampling_level": "sequence_token", "epsilon": 3e-2, "epsilon_high": 4e-2},
 }
 LEFT_OUT = ("timing/", "perf/", "memory/", "targets")
 
@@ -73,6 +76,11 @@ def path_of(loss):
 def read(loss):
     """The golden trajectory."""
     return json.loads(path_of(loss).read_text())
+
+
+def names_of(trajectory):
+    """Of its metrics and weights."""
+    return {name for step in trajectory["steps"] for name in step} | trajectory["weights"].keys()
 
 
 def gaps(found, wanted):

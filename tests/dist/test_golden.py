@@ -10,10 +10,10 @@ import golden
 import launching
 import pytest
 
-# Largest gaps of all losses on one CPU between AVX-512, AVX2 and no vector instructions (ATEN_CPU_CAPABILITY, the last
-# with MKL_CBWR=COMPATIBLE): 6e-6 in the first step, 1.7e-4 in twenty. The bounds leave room for other CPUs, and lie far
-# below what a change of the loss makes.
-FIRST, LATER = 3e-5, 1e-3
+# Largest gaps on one CPU between AVX-512, AVX2 and no vector instructions (ATEN_CPU_CAPABILITY, the last with
+# MKL_CBWR=COMPATIBLE): 5e-6 in the first step, 3e-5 in twenty, and 6e-4 for dapo, which has the default's weights of
+# whole completions. The bounds leave room for other CPUs, and lie far below what a change of the loss makes.
+FIRST, LATER, LATER_WITH_WEIGHTS = 3e-5, 2e-4, 5e-3
 SAMPLER_GAP = 1e-4  # of fp32 in two programs, here over twenty steps
 
 
@@ -27,7 +27,8 @@ def test_trajectory_is_the_golden_one(trajectories, loss):
     """Every metric of each of twenty steps, and the sum and norm of every weight after them."""
     steps, weights = golden.gaps(trajectories[loss], golden.read(loss))
     assert len(steps) == golden.NUM_STEPS
-    assert steps[0] <= FIRST and max(steps) <= LATER and weights <= LATER, f"{loss}: {steps}, weights {weights:.1e}"
+    later = LATER_WITH_WEIGHTS if loss == "dapo" else LATER
+    assert steps[0] <= FIRST and max(steps) <= later and weights <= later, f"{loss}: {steps}, weights {weights:.1e}"
 
 
 def test_dapo_is_the_policy_that_sampled(trajectories):

@@ -13,13 +13,15 @@ from layouts import (LOSSES, RANKS, ROWS, STAGES, STANDARD, Learned, cell_of, ga
 from transformers import AutoModelForCausalLM
 
 CORE_ROWS = {1: "one-row", 2: "some-rows", 4: "row-each"}
+SHARED_ROWS = {1: "shared", 2: "shared-rows", 4: "shared-split"}
 FAMILY_STAGES = {loss: 2 + number % 2 for number, loss in enumerate(LOSSES)}  # the sharded ones by turns
 UNTIED = ["dapo", "grpo-kl"]
 
 
 def core_cells(num_ranks):
-    """Every stage at one way to fill rows, another for each number of ranks; every loss on one rank and on two."""
-    cells = [cell_of(stage, CORE_ROWS[num_ranks], "dapo") for stage in STAGES]
+    """Every stage at one way to fill rows and one to share prompts, others for each number of ranks; every loss on one
+    rank and on two."""
+    cells = [cell_of(stage, rows[num_ranks], "dapo") for stage in STAGES for rows in (CORE_ROWS, SHARED_ROWS)]
     stages = {1: dict.fromkeys(LOSSES, 0), 2: FAMILY_STAGES, 4: {}}[num_ranks]
     return cells + [cell_of(stage, CORE_ROWS[num_ranks], loss) for loss, stage in stages.items() if loss != "dapo"]
 
@@ -33,7 +35,8 @@ def untied_cells(num_ranks):
 
 
 def bf16_cells(num_ranks):
-    return [cell_of(stage, rows, "dapo", dtype="bfloat16") for stage in STAGES for rows in ("one-row", "row-each")]
+    return [cell_of(stage, rows, "dapo", dtype="bfloat16") for stage in STAGES
+            for rows in ("one-row", "row-each", "shared")]
 
 
 TABLES = {"core": core_cells, "whole": whole_cells, "untied": untied_cells, "bf16": bf16_cells}
@@ -61,6 +64,14 @@ def assert_same(cell, standard, loss):
 def test_step_does_not_depend_on_layout(learned, num_ranks, stage):
     """Loss, all metrics, gradient norm and updated weights equal those of one rank at stage 0 with all in one row."""
     cell = learned.cell("core", num_ranks, stage, CORE_ROWS[num_ranks], "dapo")
+    assert_same(cell, learned.cell("core", *STANDARD, "dapo"), "dapo")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_shared_prompts_change_no_step(learned, num_ranks, stage):
+    """The same with prompts computed once, in whole groups or parts of them."""
+    cell = learned.cell("core", num_ranks, stage, SHARED_ROWS[num_ranks], "dapo")
     assert_same(cell, learned.cell("core", *STANDARD, "dapo"), "dapo")
 
 
@@ -110,7 +121,7 @@ def test_no_two_losses_are_one(learned, models, loss):
     assert weight_gap(weights, {name: before[name] for name in weights}) > 1e-3
 
 
-@pytest.mark.parametrize("rows", ["one-row", "row-each"])
+@pytest.mark.parametrize("rows", ["one-row", "row-each", "shared"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_bf16_is_near_fp32(learned, stage, rows):
     """bf16 weights with fp32 masters, 2 ranks: losses are fp32's to 2 % and gradient norms to 3 %, also summed over
