@@ -33,8 +33,8 @@ def made_up_steps(folder):
             prompt = [draw.randrange(256) for _ in range(8 + 5 * group)]
             for sample in range(4):
                 ids = [draw.randrange(256) for _ in range(0 if (group, sample) == (1, 2) else draw.randrange(1, 9))]
-                completions.append(Completion(group, sample, prompt, ids, [-5.0] * len(ids), "stop", step, "",
-                                              [float(sample)], float(sample), sample - 1.5))
+                completions.append(Completion(group, sample, prompt, ids, [-5.0] * len(ids), "stop", step,
+                                              rewards=[float(sample)], reward=float(sample), advantage=sample - 1.5))
         recorder.write(step, completions)
     return folder
 
