@@ -159,7 +159,8 @@ def packed_attention(module: torch.nn.Module, query: Tensor, key: Tensor, value:
         if kwargs.get(name) is not None:
             raise ValueError(f"{what} is not supported ({name} is {kwargs[name]!s:.40})")
     window = sliding_window if isinstance(sliding_window, int) and sliding_window > 0 else None
-    if query.is_cuda and packed.boundaries_B is not None and flash_attention():
+    is_half = query.dtype in (torch.bfloat16, torch.float16)  # it has no kernels for others
+    if query.is_cuda and is_half and packed.boundaries_B is not None and flash_attention():
         return _flash(query, key, value, packed, window, scaling), None
     if query.is_cuda:
         out = _flex(query, key, value, packed, window, scaling)
@@ -199,7 +200,8 @@ def flash_attention() -> Callable[..., Tensor] | None:
     """FlashAttention's function for rows of several sequences, where that package is installed."""
     if importlib.util.find_spec("flash_attn") is None:
         return None
-    return importlib.import_module("flash_attn").flash_attn_varlen_func
+    # Other packages put folders of their own under the name.
+    return getattr(importlib.import_module("flash_attn"), "flash_attn_varlen_func", None)
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, packed: PackedSegments, window: int | None,

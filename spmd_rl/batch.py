@@ -25,6 +25,7 @@ from spmd_rl.flops import Flops, ModelShape
 
 EMPTY_ROW_TOKENS = 8  # a row without sequences still passes every module: ZeRO-3's gathers are collective
 MIN_SAVING = 0.03  # share of a group's operations that sharing its prompt must save
+MANY = 32  # items a rank from which the largest-first way of dealing is even enough
 BALANCED = 1.06  # the heaviest rank's load over the mean that is good enough to leave units whole
 
 
@@ -138,9 +139,18 @@ def deal(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
     """Share out items by cost: indices for each rank, the loads nearly equal.
 
     Largest differencing (Karmarkar and Karp 1982): of partial solutions, the two whose ranks differ most are joined,
-    the fuller ranks of the one with the emptier of the other. Ties by order of making, so that every rank finds the
+    the fuller ranks of the one with the emptier of the other. Of many items, where that takes seconds, the largest
+    first to the least loaded rank (Graham 1969), which is as even then. Ties by order, so that every rank finds the
     same.
     """
+    if len(costs) > MANY * num_ranks:
+        loads = [(0.0, rank) for rank in range(num_ranks)]
+        shares: list[list[int]] = [[] for _ in range(num_ranks)]
+        for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+            load, rank = loads[0]
+            shares[rank].append(index)
+            heapq.heapreplace(loads, (load + costs[index], rank))
+        return [sorted(share) for share in shares]
     order = itertools.count()
 
     def entry(ranks: list[tuple[float, list[int]]]) -> tuple[float, int, list[tuple[float, list[int]]]]:

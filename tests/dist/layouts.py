@@ -19,12 +19,14 @@ from safetensors.torch import load_file
 WORKER = str(ROOT / "tests" / "dist" / "worker_learn.py")
 RANKS = [1, 2, 4]
 STAGES = [0, 1, 2, 3]
-ROWS = {"one-row": {"max_tokens_per_microbatch": 4096}, "some-rows": {"max_tokens_per_microbatch": 40},
-        "row-each": {"max_tokens_per_microbatch": 1},
-        # Prompts computed once: whole groups in a row, rows of groups, parts of groups.
-        "shared": {"max_tokens_per_microbatch": 4096, "shared_prompt": True},
-        "shared-rows": {"max_tokens_per_microbatch": 40, "shared_prompt": True},
-        "shared-split": {"max_tokens_per_microbatch": 20, "shared_prompt": True}}
+COPIES = {"one-row": {"max_tokens_per_microbatch": 4096, "shared_prompt": False},
+          "some-rows": {"max_tokens_per_microbatch": 40, "shared_prompt": False},
+          "row-each": {"max_tokens_per_microbatch": 1, "shared_prompt": False}}
+# Whole groups in a row; rows of groups; parts of groups.
+SHARED = {"shared": {"max_tokens_per_microbatch": 4096, "shared_prompt": True},
+          "shared-rows": {"max_tokens_per_microbatch": 40, "shared_prompt": True},
+          "shared-split": {"max_tokens_per_microbatch": 20, "shared_prompt": True}}
+ROWS = COPIES | SHARED
 STANDARD = (1, 0, "one-row")  # ranks, stage, rows
 
 AS_SAMPLED = {"importance_sampling_correction": False}

@@ -8,26 +8,30 @@ padded rows. A cell is a few tenths of a second; the ranks start once a table. `
 import launching
 import pytest
 import torch
-from layouts import (LOSSES, RANKS, ROWS, STAGES, STANDARD, Learned, cell_of, gaps_of, padded_reference, too_large,
-                     weight_gap)
+from layouts import (COPIES, LOSSES, RANKS, ROWS, STAGES, STANDARD, Learned, cell_of, gaps_of, padded_reference,
+                     too_large, weight_gap)
 from transformers import AutoModelForCausalLM
 
 CORE_ROWS = {1: "one-row", 2: "some-rows", 4: "row-each"}
-SHARED_ROWS = {1: "shared", 2: "shared-rows", 4: "shared-split"}
 FAMILY_STAGES = {loss: 2 + number % 2 for number, loss in enumerate(LOSSES)}  # the sharded ones by turns
+SHARED_ROWS = {1: "shared", 2: "shared-rows", 4: "shared-split"}
 UNTIED = ["dapo", "grpo-kl"]
+WHOLE_ROWS = [*COPIES, "shared-rows"]
+BF16_ROWS = ["one-row", "row-each", "shared"]
 
 
 def core_cells(num_ranks):
-    """Every stage at one way to fill rows and one to share prompts, others for each number of ranks; every loss on one
-    rank and on two."""
+    """Every stage at one way to fill rows, another for each number of ranks, with copies of prompts and shared ones;
+    every loss on one rank and on two, and shared on one."""
     cells = [cell_of(stage, rows[num_ranks], "dapo") for stage in STAGES for rows in (CORE_ROWS, SHARED_ROWS)]
+    if num_ranks == 1:
+        cells += [cell_of(0, "shared-split", loss) for loss in LOSSES]
     stages = {1: dict.fromkeys(LOSSES, 0), 2: FAMILY_STAGES, 4: {}}[num_ranks]
     return cells + [cell_of(stage, CORE_ROWS[num_ranks], loss) for loss, stage in stages.items() if loss != "dapo"]
 
 
 def whole_cells(num_ranks):
-    return [cell_of(stage, rows, loss) for stage in STAGES for rows in ROWS for loss in LOSSES]
+    return [cell_of(stage, rows, loss) for stage in STAGES for rows in WHOLE_ROWS for loss in LOSSES]
 
 
 def untied_cells(num_ranks):
@@ -35,8 +39,7 @@ def untied_cells(num_ranks):
 
 
 def bf16_cells(num_ranks):
-    return [cell_of(stage, rows, "dapo", dtype="bfloat16") for stage in STAGES
-            for rows in ("one-row", "row-each", "shared")]
+    return [cell_of(stage, rows, "dapo", dtype="bfloat16") for stage in STAGES for rows in BF16_ROWS]
 
 
 TABLES = {"core": core_cells, "whole": whole_cells, "untied": untied_cells, "bf16": bf16_cells}
@@ -67,18 +70,25 @@ def test_step_does_not_depend_on_layout(learned, num_ranks, stage):
     assert_same(cell, learned.cell("core", *STANDARD, "dapo"), "dapo")
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_loss_depends_on_layout(learned, loss):
+    """The same for every loss on two ranks with sharded gradients or weights, in rows of 40 tokens."""
+    cell = learned.cell("core", 2, FAMILY_STAGES[loss], "some-rows", loss)
+    assert_same(cell, learned.cell("core", *STANDARD, loss), loss)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_shared_prompts_change_no_step(learned, num_ranks, stage):
-    """The same with prompts computed once, in whole groups or parts of them."""
+    """The same with prompts computed once: whole groups in a row, rows of groups, parts of groups."""
     cell = learned.cell("core", num_ranks, stage, SHARED_ROWS[num_ranks], "dapo")
     assert_same(cell, learned.cell("core", *STANDARD, "dapo"), "dapo")
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_no_loss_depends_on_layout(learned, loss):
-    """The same for every loss on two ranks with sharded gradients or weights, in rows of 40 tokens."""
-    cell = learned.cell("core", 2, FAMILY_STAGES[loss], "some-rows", loss)
+def test_shared_prompts_change_no_loss(learned, loss):
+    """The same for every loss, with groups cut into parts of 20 tokens."""
+    cell = learned.cell("core", 1, 0, "shared-split", loss)
     assert_same(cell, learned.cell("core", *STANDARD, loss), loss)
 
 
@@ -121,7 +131,7 @@ def test_no_two_losses_are_one(learned, models, loss):
     assert weight_gap(weights, {name: before[name] for name in weights}) > 1e-3
 
 
-@pytest.mark.parametrize("rows", ["one-row", "row-each", "shared"])
+@pytest.mark.parametrize("rows", BF16_ROWS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_bf16_is_near_fp32(learned, stage, rows):
     """bf16 weights with fp32 masters, 2 ranks: losses are fp32's to 2 % and gradient norms to 3 %, also summed over
@@ -137,7 +147,7 @@ def test_bf16_is_near_fp32(learned, stage, rows):
 
 @pytest.mark.long
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows", WHOLE_ROWS)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_whole_table(learned, num_ranks, stage, rows, loss):

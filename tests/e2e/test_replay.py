@@ -33,23 +33,24 @@ def made_up_steps(folder):
             prompt = [draw.randrange(256) for _ in range(8 + 5 * group)]
             for sample in range(4):
                 ids = [draw.randrange(256) for _ in range(0 if (group, sample) == (1, 2) else draw.randrange(1, 9))]
-                completions.append(Completion(group, sample, prompt, ids, [-5.0] * len(ids), "stop", step, "",
-                                              [float(sample)], float(sample), sample - 1.5))
+                completions.append(Completion(group, sample, prompt, ids, [-5.0] * len(ids), "stop", step,
+                                              rewards=[float(sample)], reward=float(sample), advantage=sample - 1.5))
         recorder.write(step, completions)
     return folder
 
 
 @pytest.fixture(scope="module")
 def replayed(model, tmp_path_factory):
-    """A function from (ranks, ZeRO stage, shared prompts) to the steps' metrics, made once each."""
+    """A function from (ranks, ZeRO stage, shared prompts[, options of the policy]) to the steps' metrics, made once
+    each."""
     base = tmp_path_factory.mktemp("replays")
     rollouts = made_up_steps(base / "rollouts")
 
-    def launch(num_ranks, stage, shared_prompt):
-        folder = base / f"{num_ranks}-{stage}-{shared_prompt}"
+    def launch(num_ranks, stage, shared_prompt, options=()):
+        folder = base / f"{num_ranks}-{stage}-{shared_prompt}-{len(options)}"
         config = write_config(base / f"{folder.name}.yaml", model, base / "none.jsonl", folder,
                               run={"max_steps": NUM_STEPS}, loss={"beta": 0.1, "importance_sampling_correction": False},
-                              policy={"zero_stage": stage}, batch={"shared_prompt": shared_prompt})
+                              policy={"zero_stage": stage} | dict(options), batch={"shared_prompt": shared_prompt})
         arguments = [*PROGRAM, "--config", str(config), "--replay", str(rollouts)]
         (torchrun(num_ranks, arguments) if num_ranks > 1 else run(arguments)).succeeded()
         return steps_of(folder)
@@ -57,10 +58,14 @@ def replayed(model, tmp_path_factory):
     return Once(launch)
 
 
-@pytest.mark.parametrize("num_ranks, stage, shared_prompt", [(1, 2, True), (2, 3, "auto")])
-def test_layout_changes_no_replay(replayed, num_ranks, stage, shared_prompt):
-    """No engine, no data: losses, norms and entropies of copies on one rank, also with shared prompts and sharded."""
-    standard, found = replayed(1, 0, False), replayed(num_ranks, stage, shared_prompt)
+SPEED = (("compile_layers", True), ("gradient_checkpointing", True), ("gradient_checkpointing_every", 2))
+
+
+@pytest.mark.parametrize("layout", [(1, 2, True), (2, 3, "auto"), (1, 2, "auto", SPEED)])
+def test_layout_changes_no_replay(replayed, layout):
+    """No engine, no data: losses, norms and entropies of copies on one rank, also with shared prompts, sharded, and
+    with compiled layers and some blocks computed again."""
+    standard, found = replayed(1, 0, False), replayed(*layout)
     assert [line["step"] for line in found] == [1, 2, 3]
     for line, want in zip(found, standard, strict=True):
         assert learned(line).keys() == learned(want).keys()
@@ -79,6 +84,12 @@ def test_sharing_saves_operations(replayed):
         shared["perf/train_executed_tflop"] / shared["timing/train"])
     assert shared["perf/load_max_over_mean"] == 1 and shared["perf/compilations"] == 0
     assert "perf/mfu_executed" not in shared  # a CPU's peak is not known
+
+
+def test_nothing_is_compiled_after_the_first_steps(replayed):
+    """Rows of other sizes take the layers that are compiled already."""
+    first, *_, last = (line["perf/compilations"] for line in replayed(1, 2, "auto", SPEED))
+    assert first > 0 and last == 0
 
 
 @needs_cpu_engine

@@ -311,6 +311,15 @@ def test_flash_attention_is_called_as_documented(monkeypatch, completion, close,
     close(found, wanted, 1e-6)
 
 
+def test_another_package_of_the_name_is_not_flash_attention(monkeypatch):
+    """A folder `flash_attn` without that function: FlexAttention goes on serving all rows."""
+    monkeypatch.setitem(sys.modules, "flash_attn",
+                        types.SimpleNamespace(__spec__=importlib.machinery.ModuleSpec("flash_attn", None)))
+    attention.flash_attention.cache_clear()
+    assert attention.flash_attention() is None
+    attention.flash_attention.cache_clear()
+
+
 def test_a_shared_prompt_has_no_boundaries(completion):
     """Its completions see more than their own segment, which FlashAttention cannot say."""
     unit = [completion([5], prompt_ids=[1, 2]), completion([6, 7], prompt_ids=[1, 2])]

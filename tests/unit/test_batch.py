@@ -296,6 +296,20 @@ def test_groups_are_dealt_evenly_and_fast(completion):
     assert statistics.median(seconds) < 0.05
 
 
+@pytest.mark.parametrize("num_ranks", [8, 64])
+@pytest.mark.parametrize("a_rank", [8, 32, 33, 128])
+def test_many_items_are_dealt_evenly_and_fast(num_ranks, a_rank):
+    """The heaviest load is within 2 % of the mean, or one item that is larger; in a second or so."""
+    draw = random.Random(num_ranks)
+    costs = [draw.lognormvariate(0, 0.8) for _ in range(a_rank * num_ranks)]
+    start = time.process_time()
+    shares = deal(costs, num_ranks)
+    assert time.process_time() - start < 1.5
+    assert sorted(i for share in shares for i in share) == list(range(len(costs)))
+    loads = [sum(costs[i] for i in share) for share in shares]
+    assert max(loads) <= max(1.02 * sum(loads) / num_ranks, max(costs) * (1 + 1e-9))
+
+
 @pytest.mark.parametrize("num_groups, num_ranks", [(1, 2), (1, 8), (2, 8), (9, 8), (3, 2)])
 def test_few_groups_are_split_over_many_ranks(completion, num_groups, num_ranks):
     """Whole groups would leave ranks idle: the heaviest rank has less than with whole groups, and no rank nothing."""

@@ -159,7 +159,7 @@ def test_case_15_no_place_in_a_row_moves_a_logprob(completion, tmp_path, kind):
     def logprobs(row, block=1, shift=0):
         mb = pack(row, torch.device("cpu"), block=block)
         with torch.no_grad():
-            found, _ = model(mb.input_ids_S, mb.positions_S + shift, mb.segment_ids_S, mb.target_index_N,
+            found, _ = model(mb.input_ids_S, mb.positions_S + shift, mb.segments_3S, mb.target_index_N,
                              mb.target_ids_N, 1.0)
         return found[mb.sequence_N == row.index(mine)]
 
