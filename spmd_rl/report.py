@@ -38,6 +38,7 @@ FIGURES = {
     "Learning rate": [r"learning_rate"],
     "Failed rewards": [r"rewards/.*/failed"],
     "Tokens a second": [r"perf/(rollout|train)_tokens_per_s"],
+    "Model FLOP utilisation": [r"perf/mfu_\w+"],
     "Seconds a step": [r"timing/step"],
     "Lag between ranks (seconds)": [r"timing/\w+_lag"],
     "Memory by phase (GiB)": [r"memory/(rollout|train|sync)_gib"],

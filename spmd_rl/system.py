@@ -15,7 +15,7 @@ class System:
 
     def __init__(self, device: torch.device) -> None:
         self._cpu = _cpu_times()
-        self._gpu = GpuWatch(device) if device.type == "cuda" and _has_nvml() else None
+        self._gpu = watch_gpu(device) if device.type == "cuda" else None
 
     def read(self) -> dict[str, float]:
         """memory/host_used_gib (of the machine), memory/process_gib (resident, this rank), perf/cpu_utilization (share
@@ -33,13 +33,12 @@ class System:
 class GpuWatch:
     """A thread that asks the driver once a second."""
 
-    def __init__(self, device: torch.device) -> None:
-        import pynvml
-
-        pynvml.nvmlInit()
-        self._nvml: Any = pynvml
+    def __init__(self, device: torch.device, nvml: Any) -> None:
+        """Raises nvml's NVMLError where the driver does not know the device by its name."""
+        nvml.nvmlInit()
+        self._nvml = nvml
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)  # the index here need not be the driver's
+        self._handle = nvml.nvmlDeviceGetHandleByUUID(uuid)  # the index here need not be the driver's
         self._values: list[float] = []
         self._fault: str | None = None
         threading.Thread(target=self._watch, name="gpu-watch", daemon=True).start()
@@ -59,12 +58,16 @@ class GpuWatch:
         return {"perf/gpu_utilization": sum(values) / len(values)} if values else {}
 
 
-def _has_nvml() -> bool:
+def watch_gpu(device: torch.device) -> GpuWatch | None:
+    """The device's watch; None, and no such metric, without pynvml or where the driver cannot tell (parts of a GPU)."""
     try:
-        import pynvml  # noqa: F401
+        import pynvml
     except ImportError:
-        return False
-    return True
+        return None
+    try:
+        return GpuWatch(device, pynvml)
+    except pynvml.NVMLError:
+        return None
 
 
 def _cpu_times() -> tuple[int, int]:

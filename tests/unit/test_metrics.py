@@ -2,7 +2,9 @@
 
 import json
 import math
+import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -11,6 +13,7 @@ import torch
 from spmd_rl.config import ConfigError, MetricsConfig
 from spmd_rl.metrics import Metrics, combine, completion_metrics, lag, with_throughput
 from spmd_rl.sinks import Console, JsonLines, TensorBoard, check, make_sinks, markdown_table, read_lines
+from spmd_rl.system import watch_gpu
 
 
 @pytest.mark.parametrize("split", [[[1, 2, 3, 6]], [[1, 2], [3, 6]], [[1], [2, 3, 6]], [[], [1, 2, 3, 6]],
@@ -176,6 +179,46 @@ def test_the_machines_load_is_among_a_steps_metrics(mesh):
     assert 0 < found["perf/cpu_utilization"] <= 1
     used = psutil.virtual_memory()
     assert found["memory/host_used_gib"] == pytest.approx((used.total - used.available) / 2**30, rel=0.2)
+
+
+class Nvml:
+    """As much of pynvml as is used: the driver knows one device, busy at 20 % and then 60 %."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, known):
+        self.known, self.readings = known, [20, 60]
+
+    def nvmlInit(self):
+        pass
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        if uuid != self.known:
+            raise self.NVMLError("not found")
+        return uuid
+
+    def nvmlDeviceGetUtilizationRates(self, handle):
+        if not self.readings:
+            raise self.NVMLError("not supported")
+        return SimpleNamespace(gpu=self.readings.pop(0))
+
+
+@pytest.mark.parametrize("known", ["GPU-1-2", "GPU-other", None])
+def test_a_gpus_load_is_asked_of_the_driver(monkeypatch, known):
+    """The mean of its readings; no metric and no error where the driver does not know it or pynvml is not there."""
+    monkeypatch.setitem(sys.modules, "pynvml", known and Nvml(known))
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid="1-2"))
+    monkeypatch.setattr("spmd_rl.system.GPU_SAMPLE_S", 0.01)
+    watch = watch_gpu(torch.device("cuda", 0))
+    if known != "GPU-1-2":
+        assert watch is None
+        return
+    deadline = time.monotonic() + 10
+    while watch._fault is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert watch.read() == {"perf/gpu_utilization": pytest.approx(0.4)} and watch.read() == {}
 
 
 NASTY = "a|b\n<think>\ud800\x00 \u2028 `c` \\\\ \U0001f600"
