@@ -49,8 +49,8 @@ def replay(config: Config, mesh: Mesh, recorded: Recorded, stop: StopRequest) ->
     With the options of the recorded run losses, gradient norms and weights are that run's. False where it was ended
     before the last step.
     """
-    sinks = mesh.on_main(lambda: make_sinks(config.metrics, run_folder.open_folder(config, None), config.run.max_steps, 0,
-                                            as_dict(config)))
+    sinks = mesh.on_main(lambda: make_sinks(config.metrics, run_folder.open_folder(config, None), config.run.max_steps,
+                                            0, as_dict(config)))
     metrics = Metrics(mesh, sinks)
     policy = Policy(config, mesh, recorded.hf_config)
     reference = Reference(config, mesh, load_hf_config(config.model)) if config.loss.beta > 0 else None

@@ -10,9 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from spmd_rl import shards
 from spmd_rl.batch import StepTotals, pack, work
-from spmd_rl.checks import LOSS_TYPES
 from spmd_rl.config import Config, ConfigError, LossConfig, ModelConfig
-from spmd_rl.losses import LossInputs, loss_metrics, policy_loss
+from spmd_rl.losses import LOSSES, LossInputs, loss_metrics, policy_loss
 from spmd_rl.model import build, checkpoint_blocks, load_hf_config, shape
 from spmd_rl.policy import Engine, _buckets, _make_optimizer, deepspeed_config, row_lengths
 
@@ -116,7 +115,7 @@ def test_rows_take_few_lengths(max_tokens, max_model_len, expected):
     assert row_lengths(max_tokens, max_model_len) == expected
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("threshold", [None, 1.0])
 def test_no_loss_reads_from_the_device(loss_type, level, threshold):
