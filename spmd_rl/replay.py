@@ -51,7 +51,7 @@ def replay(config: Config, mesh: Mesh, recorded: Recorded, stop: StopRequest) ->
     """
     sinks = mesh.on_main(lambda: make_sinks(config.metrics, run_folder.open_folder(config, None),
                                             config.run.max_steps, 0, as_dict(config)))
-    metrics = Metrics(mesh, sinks)
+    metrics = Metrics(mesh, sinks, config.metrics)
     policy = Policy(config, mesh, recorded.hf_config)
     reference = Reference(config, mesh, load_hf_config(config.model)) if config.loss.beta > 0 else None
     absent: Any = None  # what samples: the learning half touches none of it

@@ -31,8 +31,8 @@ FREE_FIELDS = ("run.output_dir", "run.max_steps", "run.max_train_minutes", "run.
                "policy.gradient_checkpointing", "policy.gradient_checkpointing_every", "policy.compile_layers",
                "policy.logprob_memory_gib", "batch.max_tokens_per_microbatch", "batch.shared_prompt",
                "rollout.tensor_parallel_size", "rollout.gpu_memory_utilization", "rollout.enforce_eager",
-               "rollout.cpu_kv_cache_gib", "evaluate.eval_steps", "run.profile_steps", "rewards.num_workers",
-               "rewards.timeout_s", "rewards.memory_gib")
+               "rollout.cpu_kv_cache_gib", "rollout.kv_cache_gib", "evaluate.eval_steps",
+               "run.profile_steps", "rewards.num_workers", "rewards.timeout_s", "rewards.memory_gib")
 
 
 # Before anything starts. --------------------------------------------------------------------------------------------
