@@ -7,6 +7,7 @@ below half of a bf16 weight's spacing, `tiny` ten thousand still smaller ones.
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 from worker_checkpoint import digest, optimizer_tensors
@@ -82,9 +83,10 @@ def nonfinite(model, dtype, stage, mesh):
 def updates(model, dtype, stage, mesh, learning_rate, count):
     """The weight, and its masters on all ranks, after so many updates."""
     config = config_of(model, dtype, stage, optimizer="sgd", learning_rate=learning_rate, max_grad_norm=0.0)
-    weight_type = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-    policy_module.model.build = policy_module.model.build_sharded = lambda *args: OneWeight(weight_type)
-    policy, row = Policy(config, mesh, None), one_row(mesh)
+    stand_in = OneWeight(torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+    with mock.patch.multiple(policy_module.model, build=lambda *args: stand_in, build_sharded=lambda *args: stand_in,
+                             shape=lambda lm: None):
+        policy, row = Policy(config, mesh, None), one_row(mesh)
     for _ in range(count):
         policy.forward_backward(row, lambda mb, logprobs_N, entropy_N: logprobs_N.sum() / mesh.world_size)
         policy.step()
@@ -108,13 +110,11 @@ def main():
     config = Config()
     config.mesh.device, config.mesh.timeout_s = "cpu", 60
     mesh = Mesh(config.mesh, 1, 0)
-    build = policy_module.model.build, policy_module.model.build_sharded
     try:
         for cell in cells:
             mesh.phase = cell
             what, dtype, stage = cell.split("-")
             results = mesh.all_gather(CELLS[what](model, dtype, int(stage), mesh))
-            policy_module.model.build, policy_module.model.build_sharded = build
             for path in mesh.on_main(lambda: [Path(folder, f"{cell}.json")]):
                 path.write_text(json.dumps(results))
     except BaseException as error:
