@@ -156,9 +156,9 @@ class WeightsAndBiases:
         import wandb
 
         name = os.path.basename(os.path.abspath(folder))
-        self._wandb = wandb
-        self._run = wandb.init(project=config.wandb_project, name=name, group=name, dir=folder, config=options,
-                               mode=config.wandb)
+        self._wandb: Any = wandb  # its types ask for more than it takes
+        self._run = self._wandb.init(project=config.wandb_project, name=name, group=name, dir=folder, config=options,
+                                     mode=config.wandb)
         self._run.define_metric("*", step_metric="step")  # its own counter only goes up; ours repeats in evaluations
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
