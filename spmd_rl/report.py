@@ -1,6 +1,7 @@
 """One page of figures of one or several runs: ``spmd-rl report RUN [RUN ...]`` writes RUN/report.html.
 
-The page is one file with everything in it: it opens without a network. Runs are compared in the same figures.
+The page is one file with everything in it: it opens without a network. Runs are compared in the same figures. Beside it
+RUN/report.png has the four that say most.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import os
 import re
 import sys
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ PHASES = ("rollout", "reward", "gather", "reference", "old_logprobs", "train", "
 MOVES_SHOWN = 40  # of the memory timeline: the last steps
 SAMPLES_SHOWN = 8  # of the first, a middle and the last step that has some
 # Title -> patterns of the metrics in it; a figure that no run has anything for is left out.
+OVERVIEW = ("Reward (sampled)", "Held out", "Completion length (tokens)")  # and the seconds a phase
 FIGURES = {
     "Reward (sampled)": [r"reward"],
     "Rewards by function": [r"rewards/.*/mean"],
@@ -86,6 +89,7 @@ def main(args: list[str] | None = None) -> None:
     path = given.output or os.path.join(given.runs[0], "report.html")
     with open(path, "w", encoding="utf-8") as file:
         file.write(page(runs))
+    overview(runs, os.path.splitext(path)[0] + ".png")
     print(path)
 
 
@@ -194,14 +198,65 @@ def _visible(text: str) -> str:
 
 def curves(runs: list[Run], title: str, patterns: list[str]) -> str:
     """A figure of all metrics that match, of all runs; empty where there are none."""
-    names = list(dict.fromkeys(name for pattern in patterns for run in runs for row in run.rows for name in row
-                               if re.fullmatch(pattern, name)))
+    names = _names_of(runs, patterns)
     is_needed = title != "Failed rewards" or any(row.get(name) for run in runs for row in run.rows for name in names)
     if not names or not is_needed:
         return ""
+    return _svg(lambda axis: _draw_curves(axis, runs, title, names), title)
+
+
+def phase_stack(run: Run) -> str:
+    """Seconds of the phases of each step, one upon the other; empty where there are none."""
+    title = f"Seconds a phase: {run.name}"
+    return _svg(lambda axis: _draw_phases(axis, run, title), title) if _phases_of(run) else ""
+
+
+def memory_stack(run: Run) -> str:
+    """Who is on the device over the last steps; empty where nothing says it."""
+    lines = run.memory[-MOVES_SHOWN:]
+    title = f"Memory timeline (GiB): {run.name}"
+    return _svg(lambda axis: draw_memory(axis, lines, title), title) if lines else ""
+
+
+def overview(runs: list[Run], path: str) -> None:
+    """Reward, held-out accuracy, length and phase times as one PNG."""
     from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(6.4, 3.6), layout="constrained")
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    for axis, title in zip(axes.flat, OVERVIEW, strict=False):
+        _draw_curves(axis, runs, title, _names_of(runs, FIGURES[title]))
+    _draw_phases(axes.flat[-1], runs[0], f"Seconds a phase: {runs[0].name}")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def draw_memory(axis: Any, lines: list[Row], title: str) -> None:
+    """Stairs of the tenants' GiB, one upon the other, below what the driver sees; a line holds until the next. What
+    lies between the two is activations, caches and the CUDA context."""
+    seconds = [line["time"] - lines[0]["time"] for line in lines]
+    names = list(dict.fromkeys(name for line in lines for name, gib in line["tenants_gib"].items() if gib >= 0.01))
+    if names:
+        axis.stackplot(seconds, [[line["tenants_gib"].get(name, 0.0) for line in lines] for name in names],
+                       labels=names, step="post", alpha=0.85)
+    axis.step(seconds, [line["used_gib"] for line in lines], where="post", color="black", label="used, by the driver")
+    before = None
+    for second, line in zip(seconds, lines, strict=True):
+        if line["phase"] != before:
+            axis.annotate(line["phase"], (second, 0), rotation=90, fontsize="x-small", va="bottom", ha="left")
+        before = line["phase"]
+    axis.set_title(title)
+    axis.set_xlabel("seconds")
+    axis.set_ylabel("GiB")
+    axis.legend(loc="best", fontsize="x-small")
+
+
+def _names_of(runs: list[Run], patterns: list[str]) -> list[str]:
+    """Metrics that match, in the order of the patterns."""
+    return list(dict.fromkeys(name for pattern in patterns for run in runs for row in run.rows for name in row
+                              if re.fullmatch(pattern, name)))
+
+
+def _draw_curves(axis: Any, runs: list[Run], title: str, names: list[str]) -> None:
     for number, run in enumerate(runs):
         for style, name in enumerate(names):
             steps, values = run.series(name)
@@ -212,53 +267,30 @@ def curves(runs: list[Run], title: str, patterns: list[str]) -> str:
     axis.set_title(title)
     axis.set_xlabel("step")
     axis.grid(alpha=0.3)
-    axis.legend(loc="best", fontsize="x-small")
-    return _svg(figure, title)
+    if names:
+        axis.legend(loc="best", fontsize="x-small")
 
 
-def phase_stack(run: Run) -> str:
-    """Seconds of the phases of each step, one upon the other."""
-    rows = [row for row in run.rows if "timing/step" in row]
-    shown = [p for p in PHASES if any(f"timing/{p}" in row for row in rows)]
-    if not shown:
-        return ""
-    from matplotlib import pyplot
+def _phases_of(run: Run) -> list[str]:
+    return [p for p in PHASES if any(f"timing/{p}" in row for row in run.rows if "timing/step" in row)]
 
-    figure, axis = pyplot.subplots(figsize=(6.4, 3.6), layout="constrained")
-    axis.stackplot([row["step"] for row in rows], [[row.get(f"timing/{p}", 0.0) for row in rows] for p in shown],
-                   labels=shown)
-    title = f"Seconds a phase: {run.name}"
+
+def _draw_phases(axis: Any, run: Run, title: str) -> None:
+    rows, shown = [row for row in run.rows if "timing/step" in row], _phases_of(run)
+    if shown:
+        axis.stackplot([row["step"] for row in rows], [[row.get(f"timing/{p}", 0.0) for row in rows] for p in shown],
+                       labels=shown)
+        axis.legend(loc="upper right", fontsize="x-small")
     axis.set_title(title)
     axis.set_xlabel("step")
-    axis.legend(loc="upper right", fontsize="x-small")
-    return _svg(figure, title)
 
 
-def memory_stack(run: Run) -> str:
-    """Who is on the device over the last steps, one upon the other, below what the driver sees."""
-    lines = run.memory[-MOVES_SHOWN:]
-    if not lines:
-        return ""
+def _svg(draw: Callable[[Any], None], title: str) -> str:
+    """A figure as inline SVG, without the names that would repeat on the page."""
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(6.4, 3.6), layout="constrained")
-    seconds = [line["time"] - lines[0]["time"] for line in lines]
-    names = list(dict.fromkeys(name for line in lines for name, gib in line["tenants_gib"].items() if gib))
-    if names:
-        axis.stackplot(seconds, [[line["tenants_gib"].get(name, 0.0) for line in lines] for name in names],
-                       labels=names, step="post")
-    axis.step(seconds, [line["used_gib"] for line in lines], where="post", color="black", label="in use")
-    title = f"Memory timeline (GiB): {run.name}"
-    axis.set_title(title)
-    axis.set_xlabel("seconds, the last steps")
-    axis.legend(loc="best", fontsize="x-small")
-    return _svg(figure, title)
-
-
-def _svg(figure: Any, title: str) -> str:
-    """The figure as inline SVG, without the names that would repeat on the page."""
-    from matplotlib import pyplot
-
+    draw(axis)
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     pyplot.close(figure)

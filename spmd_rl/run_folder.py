@@ -20,8 +20,8 @@ CHECKPOINTS, ROLLOUTS = "checkpoints", "rollouts"
 STATE, MANIFEST = "state.json", "manifest.json"
 POLICY, REFERENCE = "policy", "reference"
 # What the program writes into a run's folder: this and nothing else is moved aside.
-OWN_NAMES = re.compile(r"(metrics\.jsonl|memory\.jsonl|config\.yaml|summary\.json|report\.html|tensorboard|checkpoints"
-                       r"|completions\.jsonl|profile|wandb|eval\.json|eval_samples\.jsonl|rollouts"
+OWN_NAMES = re.compile(r"(metrics\.jsonl|memory\.(jsonl|png)|config\.yaml|summary\.json|report\.(html|png)|tensorboard"
+                       r"|checkpoints|completions\.jsonl|rollouts|profile|wandb|eval\.json|eval_samples\.jsonl"
                        r"|export(-\d+)?(\.writing|\.replaced)?)")
 CHECKPOINT_NAME = re.compile(r"step-(\d+)")
 EARLIER_NAME = re.compile(r"earlier-(\d+)")

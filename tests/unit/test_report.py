@@ -75,6 +75,7 @@ def test_every_run_has_a_page(tmp_path, kind, capsys):
     folder = write(tmp_path / "run", ROWS[kind], [sample(1), sample(2)])
     main([folder])
     assert capsys.readouterr().out.strip() == f"{folder}/report.html"
+    assert (tmp_path / "run" / "report.png").read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     made = Page(text)
     assert "script" not in made.tags and all(address.startswith("#") for address in made.addresses)
