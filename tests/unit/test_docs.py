@@ -30,6 +30,15 @@ def test_the_page_of_options_is_current():
     assert named == OPTIONS
 
 
+def test_the_readme_has_a_line_for_each_module():
+    """In the tree; the architecture's table of levels has each too."""
+    modules = {path.stem for path in (ROOT / "spmd_rl").glob("*.py")} - {"__init__"}
+    tree = (ROOT / "README.md").read_text().split("```\nspmd_rl/")[1].split("\nlaunch/")[0]
+    assert set(re.findall(r"^ +([a-z_]+)  ", tree, re.MULTILINE)) == modules
+    table = (ROOT / "docs" / "architecture.md").read_text().split("| level | modules |")[1].split("\n\n")[0]
+    assert set(re.findall(r"[a-z_]+", table)) == modules
+
+
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_links_lead_to_files(page):
     """Every relative link of a page is a file of the project."""
