@@ -265,6 +265,9 @@ def _check_raw(c: Config) -> None:
                 raise ConfigError(f"deepspeed.zero_optimization is {value!r}: give its options below it")
             if section == "deepspeed" and path.startswith("zero_optimization.offload_") and value == "nvme":
                 raise ConfigError(f"{section}.{path} is {value!r}: checkpoints are made from memory; set cpu or none")
+            if path == "zero_optimization.round_robin_gradients" and value:
+                raise ConfigError(f"{section}.{path} is {value!r}: DeepSpeed's own map from parameters to shards is "
+                                  "wrong then, and checkpoints follow it; remove it")
             if path in REFUSED_ZERO:
                 raise ConfigError(f"{section}.{path} is {value!r}: weights with a second shard are not supported; "
                                   "remove it")

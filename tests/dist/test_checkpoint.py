@@ -18,10 +18,10 @@ CELLS = [dict(name=f"{dtype}-{stage}", stage=stage, dtype=dtype, skips=dtype == 
          for dtype in ("float32", "bfloat16") for stage in (0, 1, 2, 3)]
 # A reference that moves: whole on each rank beside stages 0 to 2, sharded beside 3.
 CELLS += [dict(name=f"reference-{stage}", stage=stage, dtype="float32", reference=True) for stage in (2, 3)]
-# States on the host, several optimizer groups of one shard, gradients dealt out in turns.
+# States on the host, several optimizer groups of one shard.
 CELLS += [dict(name=name, stage=int(name[-1]), dtype="bfloat16", raw=raw) for name, raw in {
     "offload-2": {"offload_optimizer": {"device": "cpu"}}, "offload-3": {"offload_optimizer": {"device": "cpu"}},
-    "groups-3": {"sub_group_size": 50_000}, "turns-2": {"round_robin_gradients": True}}.items()]
+    "groups-3": {"sub_group_size": 50_000}}.items()]
 BY_NAME = {cell["name"]: cell for cell in CELLS}
 NAMES = list(BY_NAME)
 CORE = ["float32-2", "bfloat16-0", "bfloat16-1", "bfloat16-3", "reference-3"]

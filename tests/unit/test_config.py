@@ -453,6 +453,15 @@ def test_states_on_disk_are_refused(good, what):
         validate(good, 1)
 
 
+def test_gradients_dealt_out_in_turns_are_refused(good):
+    """With 2 ranks an export of such a checkpoint had other weights than the policy; false asks for nothing."""
+    good.deepspeed = {"zero_optimization": {"round_robin_gradients": False}}
+    validate(good, 2)
+    good.deepspeed["zero_optimization"]["round_robin_gradients"] = True
+    with pytest.raises(ConfigError, match="deepspeed.zero_optimization.round_robin_gradients is True: DeepSpeed's own"):
+        validate(good, 2)
+
+
 @pytest.mark.parametrize("text", [
     "expandable_segments:True", "expandable_segments:true", " expandable_segments : True ",
     "max_split_size_mb:128,expandable_segments:True", "expandable_segments:True,max_split_size_mb:128",
