@@ -101,7 +101,7 @@ class Memory:
         if self._is_cuda:
             torch.cuda.set_device(self._mesh.device)  # a thread begins on the first one
         self._offloader.finish_leaving()
-        self._empty_cache()
+        self._empty_cache()  # torch would keep it
         self._write_timeline()
 
     def _settle(self) -> None:

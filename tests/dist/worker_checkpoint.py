@@ -1,4 +1,4 @@
-"""One rank of test_checkpoint.py: trains, saves, loads and trains on, with the real policy and no engine.
+"""One rank of test_saved_state.py: trains, saves, loads and trains on, with the real policy and no engine.
 
     torchrun --nproc_per_node N worker_checkpoint.py JOB.json
 
@@ -16,14 +16,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from ranks import one_rank
 from worker_learn import RAGGED, completions_of
 
 from spmd_rl import checkpoint, run_folder
 from spmd_rl.batch import pack, plan_step
 from spmd_rl.checkpoint import Progress, Saver
-from spmd_rl.config import (BatchConfig, CheckpointConfig, Config, LossConfig, MeshConfig, ModelConfig, PolicyConfig,
+from spmd_rl.config import (BatchConfig, CheckpointConfig, Config, LossConfig, ModelConfig, PolicyConfig,
                             RunConfig)
-from spmd_rl.mesh import Mesh, generator_states, leave, restore_generators
+from spmd_rl.mesh import generator_states, leave, restore_generators
 from spmd_rl.metrics import Metrics
 from spmd_rl.model import load_hf_config
 from spmd_rl.policy import Policy, Reference
@@ -210,16 +211,10 @@ def straight_and_resumed(made, cell):
 
 def main():
     job = json.loads(Path(sys.argv[1]).read_text())
-    device = job.get("device", "cpu")
-    mesh = Mesh(MeshConfig(device=device, timeout_s=60, full_determinism=device == "cuda"), 1, 0)
-    try:
+    with one_rank(job.get("device", "cpu")) as mesh:
         for cell in job["cells"]:
             mesh.phase = cell["name"]
             run_cell(cell, job, mesh)
-    except BaseException as error:
-        mesh.fail(error)
-    mesh.leave_together()
-    mesh.close()
 
 
 if __name__ == "__main__":

@@ -13,13 +13,14 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from ranks import one_rank
 from safetensors.torch import save_file
 
 from spmd_rl.batch import Completion
-from spmd_rl.config import (AdvantagesConfig, BatchConfig, Config, LossConfig, MeshConfig, ModelConfig, PolicyConfig,
+from spmd_rl.config import (AdvantagesConfig, BatchConfig, Config, LossConfig, ModelConfig, PolicyConfig,
                             RolloutConfig, RunConfig)
 from spmd_rl.memory import Resident
-from spmd_rl.mesh import Mesh, leave
+from spmd_rl.mesh import leave
 from spmd_rl.metrics import Metrics
 from spmd_rl.model import load_hf_config
 from spmd_rl.policy import Policy, Reference
@@ -100,15 +101,10 @@ def run_cell(cell, job, mesh):
 
 def main():
     job = json.loads(Path(sys.argv[1]).read_text())
-    mesh = Mesh(MeshConfig(device="cpu", timeout_s=60), 1, 0)
-    try:
+    with one_rank() as mesh:
         for cell in job["cells"]:
             mesh.phase = cell["name"]
             run_cell(cell, job, mesh)
-    except BaseException as error:
-        mesh.fail(error)
-    mesh.leave_together()
-    mesh.close()
 
 
 if __name__ == "__main__":

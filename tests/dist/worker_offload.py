@@ -1,4 +1,4 @@
-"""One rank of test_offload.py: twins of one policy, of which one never moves.
+"""One rank of test_moving.py: twins of one policy, of which one never moves.
 
     torchrun --nproc_per_node N worker_offload.py JOB.json
 
@@ -11,12 +11,13 @@ from pathlib import Path
 
 import torch
 import worker_learn
+from ranks import one_rank
 
 from spmd_rl import offload
 from spmd_rl.batch import pack, plan_step
-from spmd_rl.config import (BatchConfig, Config, LossConfig, MeshConfig, ModelConfig, PolicyConfig, RolloutConfig,
+from spmd_rl.config import (BatchConfig, Config, LossConfig, ModelConfig, PolicyConfig, RolloutConfig,
                             RunConfig)
-from spmd_rl.mesh import Mesh, leave
+from spmd_rl.mesh import leave
 from spmd_rl.metrics import Metrics
 from spmd_rl.model import load_hf_config
 from spmd_rl.offload import HostMemory, Offloader, Tenant
@@ -45,7 +46,7 @@ def config_of(cell, model):
     raw = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}} if cell["offload_optimizer"] else {}
     return Config(
         run=RunConfig(max_steps=len(worker_learn.STEPS) * 2), model=ModelConfig(path=model, dtype=cell["dtype"]),
-        rollout=RolloutConfig(max_completion_length=worker_learn.MAX_LENGTH),
+        rollout=RolloutConfig(max_completion_length=16),
         batch=BatchConfig(max_tokens_per_microbatch=40), loss=LossConfig(importance_sampling_correction=False),
         # Decay makes two parameter groups whose members lie between one another in the model.
         policy=PolicyConfig(zero_stage=cell["stage"], optimizer=cell["optimizer"], weight_decay=0.01,
@@ -173,19 +174,14 @@ def run_reference(cell, model, mesh):
 def main():
     path = Path(sys.argv[1])
     job = json.loads(path.read_text())
-    mesh = Mesh(MeshConfig(device=job["device"], timeout_s=60, full_determinism=job["device"] == "cuda"), 1, 0)
     results = {}
-    try:
+    with one_rank(job["device"]) as mesh:
         for name, cell in job["cells"].items():
             mesh.phase = name
             run = run_reference if cell["reference"] else run_twins
             results[name] = mesh.all_gather(run(cell, job["model"], mesh))
         for place in mesh.on_main(lambda: [path.with_name("results.json")]):
             place.write_text(json.dumps(results))
-    except BaseException as error:
-        mesh.fail(error)
-    mesh.leave_together()
-    mesh.close()
 
 
 if __name__ == "__main__":

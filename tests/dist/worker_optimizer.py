@@ -10,12 +10,13 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from ranks import one_rank
 from worker_checkpoint import digest, optimizer_tensors
 
 from spmd_rl import policy as policy_module
 from spmd_rl.batch import Completion, pack
 from spmd_rl.config import Config
-from spmd_rl.mesh import Mesh, leave
+from spmd_rl.mesh import leave
 from spmd_rl.model import load_hf_config
 from spmd_rl.policy import Policy
 
@@ -107,20 +108,13 @@ CELLS = {"nonfinite": nonfinite,
 
 def main():
     model, folder, *cells = sys.argv[1:]
-    config = Config()
-    config.mesh.device, config.mesh.timeout_s = "cpu", 60
-    mesh = Mesh(config.mesh, 1, 0)
-    try:
+    with one_rank() as mesh:
         for cell in cells:
             mesh.phase = cell
             what, dtype, stage = cell.split("-")
             results = mesh.all_gather(CELLS[what](model, dtype, int(stage), mesh))
             for path in mesh.on_main(lambda: [Path(folder, f"{cell}.json")]):
                 path.write_text(json.dumps(results))
-    except BaseException as error:
-        mesh.fail(error)
-    mesh.leave_together()
-    mesh.close()
 
 
 if __name__ == "__main__":
