@@ -309,12 +309,13 @@ def test_a_sink_whose_extra_is_missing_says_what_to_install(monkeypatch, field, 
 
 def test_all_metrics_of_a_step_cost_little(tmp_path, mesh, completion, tokenizer):
     """Collecting, reducing and writing 60 metrics, a table of samples every tenth step: below 1 % of a step of a second
-    (the median of 50; the quickstart's steps take about that on two cores)."""
+    (the median of 50; the quickstart's steps take about that on two cores). Counted as this thread's processor time:
+    the tests beside it take the cores by turns, and the clock on the wall would count their turns too."""
     metrics = Metrics(mesh, make_sinks(MetricsConfig(), str(tmp_path), 60, 0, {}))
     completions = [completion([1] * 100, text="x" * 300, rewards=[1.0], reward=1.0) for _ in range(512)]
     seconds = []
     for step in range(1, 51):
-        start = time.perf_counter()
+        start = time.thread_time()
         for name in range(50):
             metrics.mean(f"name/{name}", torch.tensor(1.0), 3)
         with metrics.timed("step"), metrics.timed("rollout"):
@@ -322,7 +323,7 @@ def test_all_metrics_of_a_step_cost_little(tmp_path, mesh, completion, tokenizer
         metrics.samples(step, completions, tokenizer, ["form"])
         metrics.add_system()
         metrics.write(step, metrics.reduce())
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.thread_time() - start)
     metrics.close()
     print(f"{1000 * sorted(seconds)[25]:.2f} ms a step")
     assert sorted(seconds)[25] < 0.01, sorted(seconds)
