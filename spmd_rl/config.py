@@ -304,6 +304,9 @@ class MemoryConfig:
 class WeightSyncConfig:
     """From the policy's weights to the engine's."""
 
+    transport: Literal["auto", "ipc", "gather"] = "auto"
+    """How a rank gets at weights that others hold: `ipc` by handles of their memory (ranks of one host), `gather` by
+    collectives; `auto` takes the first that serves."""
     bucket_mib: int = 512
     """Weights gathered at once from ZeRO-3 shards, in MiB; a larger tensor is a bucket of its own."""
 

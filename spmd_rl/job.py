@@ -14,7 +14,7 @@ from spmd_rl.memory import Memory, claim_workspaces
 from spmd_rl.mesh import Mesh, say_once
 from spmd_rl.metrics import Metrics
 from spmd_rl.model import load_hf_config, on_meta, weight_files
-from spmd_rl.offload import HostMemory, Storages
+from spmd_rl.offload import HostMemory, Storages, Tenant
 from spmd_rl.plan import Plan, make_plan, model_size
 from spmd_rl.policy import Policy, Reference
 from spmd_rl.profiling import Profiler
@@ -155,7 +155,7 @@ class Job:
             sampler=PromptSampler(inputs.train_prompts, config.batch.prompts_per_step, config.run.seed,
                                   config.data.shuffle, inputs.train_prompts.sizes, config.data.weights),
             rewards=inputs.rewards, rollout=rollout, policy=policy, reference=reference,
-            weight_sync=WeightSync(config.weight_sync, mesh, policy, rollout),
+            weight_sync=WeightSync(config.weight_sync, mesh, policy, rollout, Tenant.WEIGHTS in plan.residents),
             memory=Memory(mesh, rollout, lambda: storages(policy, reference), host_memory, metrics, plan,
                           mesh.on_main(lambda: [run_folder.open_memory_timeline(config.run.output_dir)])),
             user_advantages=inputs.user_advantages, user_loss=inputs.user_loss,

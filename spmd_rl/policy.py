@@ -22,6 +22,7 @@ from spmd_rl.batch import MicroBatch
 from spmd_rl.config import Config, ConfigError
 from spmd_rl.flops import peak_tflops
 from spmd_rl.layers import compile_layers
+from spmd_rl.load_plan import Span, Weight
 from spmd_rl.mesh import Mesh, say_once
 from spmd_rl.offload import Storages, Tenant, reachable_storages
 from spmd_rl.shards import Piece, Shards, cut
@@ -148,6 +149,19 @@ class Engine:
             with self._gathered([p for _, p in bucket]):
                 for name, parameter in bucket:
                     yield name, parameter.detach()
+
+    def held_weights(self) -> list[Weight]:
+        """This rank's parts of all weights where they lie now, in order: whole below stage 3, a shard there."""
+        if self.zero_stage < 3:
+            return [Weight.of(name, p.data) for name, p in self.named_parameters()]
+        held = []
+        for name, p in self.named_parameters():
+            shard: Tensor = p.ds_tensor.data.view(-1)  # type: ignore[attr-defined]
+            start = shard.numel() * self._shard_index
+            mine = shard[:max(0, p.ds_numel - start)]  # type: ignore[attr-defined]  # the rest is padding
+            spans = [Span(start, mine)] if mine.numel() else []
+            held.append(Weight(name, tuple(p.ds_shape), p.dtype, spans))  # type: ignore[attr-defined]
+        return held
 
     def storages(self) -> Storages:
         """All that the engine keeps on a device or on the host, by tenant, as it is now."""

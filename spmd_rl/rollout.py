@@ -10,15 +10,18 @@ import enum
 import glob
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from spmd_rl.batch import Completion, Prompt
 from spmd_rl.config import Config, ConfigError, RolloutConfig
-from spmd_rl.mesh import Mesh, preserved_process_state
+from spmd_rl.load_plan import LoadPlan, Unplannable, Weight, record
+from spmd_rl.mesh import Mesh, preserved_process_state, say_once
 
 SHARED_MEMORY = "spmd_rl"  # first part of the names in /dev/shm
 STEP_EVALUATION = -1  # the "step" of evaluation in request seeds
@@ -59,6 +62,7 @@ class Rollout:
         self._frees = sleeps and mesh.device.type == "cuda"  # elsewhere it has no sleep mode
         prepare_environment(config, mesh)
         self.version: int | None = None
+        self._load_plan: LoadPlan | None = None
         with preserved_process_state():
             self._vllm = _import_vllm(mesh)
             if mesh.device.type == "cpu":
@@ -195,17 +199,54 @@ class Rollout:
         """Hugging Face names of all tensors that the engine's model needs: its fused ones taken apart."""
         return self._llm.apply_model(hf_names)[0]
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take whole weights by Hugging Face name, streamed; the engine is of `version` once all are in.
+    def load_weights(self, weights: Iterable[Weight], version: int, tied_head: str | None = None) -> None:
+        """Take whole weights, streamed; the engine is of `version` once all are in.
 
-        Raises RuntimeError for an engine whose weights are asleep.
+        tied_head: name of the embedding that is the head too. Raises RuntimeError for an engine whose weights are
+        asleep.
         """
         if self.state is EngineState.ASLEEP:
             raise RuntimeError("cannot load weights: the engine is asleep; wake its weights first")
         self.state, self.version = EngineState.HALF_LOADED, None
-        # In-process this is a plain call: the iterator is not pickled, and one tensor at a time exists.
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        if self._load_plan and (moved := self._load_plan.moved):
+            say_once(f"warning: {len(moved)} of the engine's parameters have moved, {moved[0]} first: weights go layer "
+                     "by layer from now on", sys.stderr)
+            self._load_plan = None
+        if self._load_plan:
+            self._load_plan.load(weights)
+        else:
+            # In-process this is a plain call: the iterator is not pickled, and a layer's tensors at a time exist.
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._named(weights, tied_head)})
         self.state, self.version = EngineState.WEIGHTS_LOADED, version
+
+    def _named(self, weights: Iterable[Weight], tied_head: str | None) -> Iterator[tuple[str, Tensor]]:
+        for weight in weights:
+            tensor = weight.whole(self._mesh.device)
+            yield weight.name, tensor
+            if weight.name == tied_head:
+                yield "lm_head.weight", tensor  # vLLM on CPU has a repacked copy, which nothing else would update
+
+    def plan_load(self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> LoadPlan:
+        """What loading weights of these shapes and dtypes copies where. Raises Unplannable where it does more."""
+        if self._llm.llm_engine.model_config.use_mla:
+            raise Unplannable("vLLM keeps products of this attention's weights")
+
+        def of_model(model: Any) -> LoadPlan:
+            parameters = dict(model.named_parameters())
+            if not all(p.numel() for p in parameters.values()):
+                raise Unplannable("vLLM has repacked its weights")
+            return record(parameters, shapes, model.load_weights)
+
+        return self._llm.apply_model(of_model)[0]
+
+    def use_plan(self, plan: LoadPlan | None) -> LoadPlan | None:
+        """Load by it from now on, or layer by layer; returns what was used before."""
+        before, self._load_plan = self._load_plan, plan
+        return before
+
+    def engine_parameters(self) -> dict[str, Tensor]:
+        """vLLM's own, by its names."""
+        return self._llm.apply_model(lambda model: {name: p.data for name, p in model.named_parameters()})[0]
 
     def close(self) -> None:
         """Shut the engine down. vLLM takes every process group with it, the default one too: leave together first."""

@@ -1,27 +1,30 @@
 """From the policy's weights to the engine's.
 
-Each sync has a version and a manifest (names, shapes, dtypes), which the ranks exchange by one
-all_gather_object on the default process group before any tensor moves: ranks that differ are refused.
-The plain transport feeds vLLM's reload with the policy's own tensors, or with gathered ones under ZeRO-3.
+Each sync has a version and a manifest (names, shapes, dtypes), which the ranks exchange by one all_gather_object on the
+default process group, with the handles of their storages where those serve, before any byte moves: ranks that differ
+are refused. The first sync goes through vLLM's own layer-wise loading; where that turns out to be copies alone, later
+ones make the same copies directly.
 """
 
 import hashlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
 
-from spmd_rl.config import WeightSyncConfig
-from spmd_rl.mesh import Mesh
+from spmd_rl.config import ConfigError, WeightSyncConfig
+from spmd_rl.load_plan import LoadPlan, Unplannable, Weight
+from spmd_rl.mesh import Mesh, say_once
 from spmd_rl.policy import Policy
 from spmd_rl.rollout import Rollout
+from spmd_rl.transports import Gather, Ipc, Transport, why_not_ipc
 
 
 @dataclass(frozen=True)
 class Manifest:
     """What a rank is about to send."""
 
-    version: int
     tensors: tuple[tuple[str, tuple[int, ...], str], ...]
     """(Hugging Face name, shape, dtype) in order."""
 
@@ -29,13 +32,7 @@ class Manifest:
     def num_bytes(self) -> int:
         """Bytes of all tensors, each once."""
         width = {"torch.bfloat16": 2, "torch.float32": 4}
-        total = 0
-        for _, shape, dtype in self.tensors:
-            count = 1
-            for size in shape:
-                count *= size
-            total += count * width[dtype]
-        return total
+        return sum(math.prod(shape) * width[dtype] for _, shape, dtype in self.tensors)
 
     def digest(self) -> str:
         """Equal for equal manifests."""
@@ -45,27 +42,56 @@ class Manifest:
 class WeightSync:
     """Brings an engine to the policy's weights."""
 
-    def __init__(self, config: WeightSyncConfig, mesh: Mesh, policy: Policy, rollout: Rollout) -> None:
+    def __init__(self, config: WeightSyncConfig, mesh: Mesh, policy: Policy, rollout: Rollout,
+                 weights_stay: bool) -> None:
+        """Chooses the transport; collective. weights_stay: whether the policy's weights never leave the device.
+
+        Raises ConfigError where the transport that weight_sync.transport names cannot serve.
+        """
         self._mesh, self._policy, self._rollout = mesh, policy, rollout
-        self._bucket_bytes = config.bucket_mib * 2**20
+        self._manifest = Manifest(tuple((name, shape, str(p.dtype)) for (name, p), shape in zip(
+            policy.named_parameters(), policy.shapes().values(), strict=True)))
+        self._digest = self._manifest.digest()
         self.version = -1
         self._synced_updates = -1
-        self._is_checked = False
+        self._is_first = True
+        self.how = "not yet"
+        self._transport: Transport = Gather(lambda: policy.full_weights(config.bucket_mib * 2**20))
+        self._reason = ""
+        if config.transport in ("auto", "ipc"):
+            is_forced = config.transport == "ipc"
+            why_not = why_not_ipc(mesh, policy.held_weights(), is_forced)
+            if why_not and is_forced:
+                raise ConfigError(f"weight_sync.transport is 'ipc': {why_not}; set auto or gather")
+            if not why_not:
+                exchanges = is_forced or policy.zero_stage == 3 and mesh.world_size > 1
+                self._transport = Ipc(mesh, policy.held_weights, exchanges, weights_stay)
+            self._reason = f" (not ipc: {why_not})" if why_not else ""
+
+    @property
+    def transport(self) -> str:
+        """Its name."""
+        return self._transport.name
 
     def sync(self) -> int:
         """Load the policy's weights as the next version; returns the bytes of the model. Collective.
 
-        The engine's weights must be awake. Raises RuntimeError where ranks differ in names, order, shapes,
-        dtypes or version.
+        The engine's weights must be awake. Raises RuntimeError where ranks differ in names, order, shapes, dtypes or
+        version.
         """
-        manifest = self._manifest(self.version + 1)
-        check_manifests(self._mesh.all_gather((manifest.version, manifest.digest(), manifest.tensors[:1])), manifest)
-        if not self._is_checked:
-            check_names(self._rollout.expected_weights(), {name for name, *_ in manifest.tensors})
-            self._is_checked = True
-        self._rollout.load_weights(self._weights(), manifest.version)
-        self.version, self._synced_updates = manifest.version, self._policy.num_updates
-        return manifest.num_bytes
+        version, tensors = self.version + 1, self._manifest.tensors
+        messages = self._mesh.all_gather((version, self._digest, tensors[:1], self._transport.offer()))
+        check_manifests([message[:3] for message in messages], (version, self._digest), self._manifest)
+        offers = [message[3] for message in messages]
+        if self._is_first:
+            check_names(self._rollout.expected_weights(), {name for name, *_ in tensors})
+        self._rollout.load_weights(self._transport.weights(offers), version, self._policy.tied_head_name)
+        if self._is_first:
+            self._plan_ahead(lambda: self._transport.weights(offers))
+            self._is_first = False
+        self._transport.release()
+        self.version, self._synced_updates = version, self._policy.num_updates
+        return self._manifest.num_bytes
 
     def check_current(self) -> None:
         """Raises RuntimeError where the policy was updated since the last sync: sampling would be off-policy unseen."""
@@ -73,17 +99,28 @@ class WeightSync:
             raise RuntimeError(f"the engine has the weights of update {self._synced_updates}, the policy is at "
                                f"{self._policy.num_updates}: sync before sampling")
 
-    def _manifest(self, version: int) -> Manifest:
-        return Manifest(version, tuple((name, tuple(getattr(p, "ds_shape", p.shape)), str(p.dtype))
-                                       for name, p in self._policy.named_parameters()))
+    def _plan_ahead(self, weights: Callable[[], Iterator[Weight]]) -> None:
+        """Note what loading copies where, and use it if it gives, bit for bit, what the engine has now. Collective."""
+        plan, reason = self._plan()
+        # All or none: a gather is collective.
+        if self._mesh.all_true(plan is not None):
+            assert plan is not None, "this rank has one too"
+            if other := plan.differences(weights()):
+                reason = f"{other[0]} would have other bits"
+            plan = plan if self._mesh.all_true(not other) else None
+        else:
+            plan = None
+        self._rollout.use_plan(plan)
+        self.how = f"{plan.num_copies} copies" if plan else f"layer by layer ({reason or 'as on another rank'})"
+        say_once(f"weight sync: {self.transport}{self._reason}, {self.how}")
 
-    def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        tied_name = self._policy.tied_head_name
-        for name, tensor in self._policy.full_weights(self._bucket_bytes):
-            yield name, tensor
-            if name == tied_name:
-                # vLLM on CPU keeps a repacked copy of a tied head, which nothing else would update.
-                yield "lm_head.weight", tensor
+    def _plan(self) -> tuple[LoadPlan | None, str]:
+        shapes = {name: (shape, getattr(torch, dtype.removeprefix("torch.")))
+                  for name, shape, dtype in self._manifest.tensors}
+        try:
+            return self._rollout.plan_load(shapes), ""
+        except Unplannable as error:
+            return None, str(error).split("\n", maxsplit=1)[0]
 
 
 def check_names(expected: set[str], given: set[str]) -> None:
@@ -94,11 +131,10 @@ def check_names(expected: set[str], given: set[str]) -> None:
                            f"({missing[:8]}) and has no place for {len(unexpected)} that it has ({unexpected[:8]})")
 
 
-def check_manifests(seen: list, mine: Manifest) -> None:
-    """Raises RuntimeError that names the ranks whose manifest is not this rank's."""
-    own = (mine.version, mine.digest())
-    other = [rank for rank, (version, digest, _) in enumerate(seen) if (version, digest) != own]
+def check_manifests(seen: list, own: tuple[int, str], mine: Manifest) -> None:
+    """Raises RuntimeError that names the ranks whose (version, digest) is not this rank's `own`."""
+    other = [rank for rank, (theirs, digest, _) in enumerate(seen) if (theirs, digest) != own]
     if other:
         raise RuntimeError(f"weight sync refused: ranks {other} would send other names, shapes, dtypes or another "
-                           f"version than this rank's {len(mine.tensors)} tensors of version {mine.version}: "
+                           f"version than this rank's {len(mine.tensors)} tensors of version {own[0]}: "
                            f"{[(rank, *seen[rank][::2]) for rank in other[:4]]}")

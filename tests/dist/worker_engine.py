@@ -88,7 +88,7 @@ class Bench:
             config=own, mesh=self.mesh, metrics=metrics, tokenizer=self.inputs.tokenizer,
             sampler=PromptSampler(self.inputs.train_prompts, own.batch.prompts_per_step, own.run.seed, True),
             rewards=self.inputs.rewards, rollout=self.rollout, policy=policy, reference=reference,
-            weight_sync=WeightSync(own.weight_sync, self.mesh, policy, self.rollout),
+            weight_sync=WeightSync(own.weight_sync, self.mesh, policy, self.rollout, weights_stay=False),
             memory=Memory(self.mesh, self.rollout, lambda: storages(policy, reference), HostMemory(pinned=False),
                           metrics, memory_plan(own, self.inputs, self.mesh.world_size, None)), user_loss=user_loss)
 
@@ -165,21 +165,22 @@ def cell_engine_states(bench):
     found["generate without weights"] = error_of(rollout.generate, *call)
     found["wake cache without weights"] = error_of(rollout.wake_kv_cache)
 
-    whole_weights = parts.policy.full_weights
+    transport = parts.weight_sync._transport
+    whole_weights = transport.weights
 
-    def broken_weights(bucket_bytes):
-        for number, named in enumerate(whole_weights(bucket_bytes)):
+    def broken_weights(offers):
+        for number, weight in enumerate(whole_weights(offers)):
             if number == 9:
                 raise OSError("the weights end here")
-            yield named
+            yield weight
 
-    parts.policy.full_weights = broken_weights
+    transport.weights = broken_weights
     found["broken sync"] = error_of(parts.weight_sync.sync)
     found["state after broken sync"] = rollout.state.value
     found["generate half-loaded"] = error_of(rollout.generate, *call)
     found["wake cache half-loaded"] = error_of(rollout.wake_kv_cache)
     found["enter rollout half-loaded"] = error_of(parts.memory.enter, "rollout")
-    parts.policy.full_weights = whole_weights
+    transport.weights = whole_weights
     step_module.sync(parts)
     found["state after whole sync"] = rollout.state.value
     found["engine"], found["policy"] = bench.engine_logprobs(), bench.policy_logprobs(parts)
@@ -188,9 +189,9 @@ def cell_engine_states(bench):
     parts.memory.enter("train")
     found["generate asleep again"] = error_of(rollout.generate, *call)
     parts.memory.enter("sync")
-    parts.policy.full_weights = broken_weights
+    transport.weights = broken_weights
     found["second broken sync"] = error_of(parts.weight_sync.sync)
-    parts.policy.full_weights = whole_weights
+    transport.weights = whole_weights
     step_module.sync(parts)
     found["engine again"] = bench.engine_logprobs()
     bench.drop(parts)

@@ -53,16 +53,18 @@ def inject(phase):
 
         Policy.forward_backward = with_fault
     elif phase == "sync":
-        full_weights, syncs = Policy.full_weights, []
+        load_weights = Rollout.load_weights
 
-        def broken_weights(self, bucket_bytes):
-            syncs.append(1)
-            for number, named in enumerate(full_weights(self, bucket_bytes)):
-                if number == 5 and len(syncs) == 2:  # the first sync is the start-up's
-                    fail(phase)
-                yield named
+        def with_broken_weights(self, weights, version, tied_head):
+            def broken_weights():
+                for number, weight in enumerate(weights):
+                    if number == 5 and version == 1:  # the first sync is the start-up's
+                        fail(phase)
+                    yield weight
 
-        Policy.full_weights = broken_weights
+            load_weights(self, broken_weights(), version, tied_head)
+
+        Rollout.load_weights = with_broken_weights
     elif phase == "save":
         from spmd_rl import shards
 

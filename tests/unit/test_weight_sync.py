@@ -7,34 +7,36 @@ import pytest
 from spmd_rl.weight_sync import Manifest, check_manifests, check_names
 
 TENSORS = (("a", (2, 3), "torch.bfloat16"), ("b", (5,), "torch.float32"), ("c", (), "torch.float32"))
-BASE = Manifest(3, TENSORS)
+BASE = Manifest(TENSORS)
 OTHERS = {
-    "version": Manifest(4, TENSORS),
-    "order": Manifest(3, (TENSORS[1], TENSORS[0], TENSORS[2])),
-    "missing": Manifest(3, TENSORS[:2]),
-    "doubled": Manifest(3, (*TENSORS, TENSORS[2])),
-    "name": Manifest(3, (("x", (2, 3), "torch.bfloat16"), *TENSORS[1:])),
-    "shape": Manifest(3, (("a", (3, 2), "torch.bfloat16"), *TENSORS[1:])),
-    "axes": Manifest(3, (("a", (6,), "torch.bfloat16"), *TENSORS[1:])),
-    "dtype": Manifest(3, (("a", (2, 3), "torch.float32"), *TENSORS[1:])),
-    "empty": Manifest(3, ()),
+    "order": Manifest((TENSORS[1], TENSORS[0], TENSORS[2])),
+    "missing": Manifest(TENSORS[:2]),
+    "doubled": Manifest((*TENSORS, TENSORS[2])),
+    "name": Manifest((("x", (2, 3), "torch.bfloat16"), *TENSORS[1:])),
+    "shape": Manifest((("a", (3, 2), "torch.bfloat16"), *TENSORS[1:])),
+    "axes": Manifest((("a", (6,), "torch.bfloat16"), *TENSORS[1:])),
+    "dtype": Manifest((("a", (2, 3), "torch.float32"), *TENSORS[1:])),
+    "empty": Manifest(()),
 }
 
 
-def entry(manifest):
+def entry(manifest, version=3):
     """What a rank gives to the others."""
-    return manifest.version, manifest.digest(), manifest.tensors[:1]
+    return version, manifest.digest(), manifest.tensors[:1]
+
+
+OWN = (3, BASE.digest())
 
 
 def test_bytes_are_counted_once_a_tensor():
     """6 bf16 elements, 5 fp32 and a scalar: 12 + 20 + 4."""
     assert BASE.num_bytes == 36
-    assert Manifest(0, ()).num_bytes == 0
+    assert Manifest(()).num_bytes == 0
 
 
 def test_equal_manifests_have_equal_digests():
     """Made anew, on another rank: the same digest; any two that differ have two."""
-    assert Manifest(3, tuple(tuple(t) for t in TENSORS)).digest() == BASE.digest()
+    assert Manifest(tuple(tuple(t) for t in TENSORS)).digest() == BASE.digest()
     for one, other in itertools.combinations([BASE, *OTHERS.values()], 2):
         assert one.digest() != other.digest()
 
@@ -42,16 +44,17 @@ def test_equal_manifests_have_equal_digests():
 def test_ranks_that_agree_pass():
     """One rank, or several alike."""
     for world_size in (1, 4):
-        check_manifests([entry(BASE)] * world_size, BASE)
+        check_manifests([entry(BASE)] * world_size, OWN, BASE)
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", [*OTHERS, "version"])
 @pytest.mark.parametrize("ranks", [[1], [0, 3], [1, 2, 3]])
 def test_ranks_that_differ_are_refused_and_named(kind, ranks):
     """Before any tensor moves: a rank with another name, order, shape, type, count or version would load wrongly."""
-    seen = [entry(OTHERS[kind] if rank in ranks else BASE) for rank in range(4)]
+    other = entry(BASE, 4) if kind == "version" else entry(OTHERS[kind])
+    seen = [other if rank in ranks else entry(BASE) for rank in range(4)]
     with pytest.raises(RuntimeError) as error:
-        check_manifests(seen, BASE)
+        check_manifests(seen, OWN, BASE)
     assert f"ranks {ranks}" in str(error.value)
 
 
