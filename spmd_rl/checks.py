@@ -246,6 +246,11 @@ def _check_division(c: Config, world_size: int) -> None:
     _require(world_size % tp == 0, "rollout.tensor_parallel_size", tp,
              f"it must divide the number of ranks, {world_size}: "
              f"set one of {[d for d in range(1, world_size + 1) if world_size % d == 0]}")
+    shares = c.weight_sync.transport == "shared"
+    _require(not shares or tp == 1, "rollout.tensor_parallel_size", tp,
+             "with weight_sync.transport shared an engine is one rank's: set 1, or transport auto")
+    _require(not shares or c.policy.zero_stage < 3, "policy.zero_stage", c.policy.zero_stage,
+             "with weight_sync.transport shared each rank needs whole weights: set 2 or less, or transport auto")
     engines, prompts = world_size // tp, c.batch.prompts_per_step
     _require(prompts % c.batch.num_minibatches == 0, "batch.num_minibatches", c.batch.num_minibatches,
              f"it must divide batch.prompts_per_step, {prompts}")

@@ -304,9 +304,10 @@ class MemoryConfig:
 class WeightSyncConfig:
     """From the policy's weights to the engine's."""
 
-    transport: Literal["auto", "ipc", "gather"] = "auto"
-    """How a rank gets at weights that others hold: `ipc` by handles of their memory (ranks of one host), `gather` by
-    collectives; `auto` takes the first that serves."""
+    transport: Literal["auto", "shared", "ipc", "gather"] = "auto"
+    """`shared`: the engine's parameters are the policy's own memory (engines of one rank below ZeRO-3). `ipc`: copied,
+    from this rank's memory and through handles from that of other ranks of the host. `gather`: by collectives. `auto`:
+    `ipc` where it serves, else `gather`."""
     bucket_mib: int = 512
     """Weights gathered at once from ZeRO-3 shards, in MiB; a larger tensor is a bucket of its own."""
 

@@ -10,7 +10,7 @@ from spmd_rl import checks
 from spmd_rl import run_folder
 from spmd_rl.checkpoint import Progress, Saver
 from spmd_rl.config import Config, ConfigError, as_dict, load_function
-from spmd_rl.memory import Memory, claim_workspaces
+from spmd_rl.memory import MOVABLE, Memory, away, claim_workspaces
 from spmd_rl.mesh import Mesh, say_once
 from spmd_rl.metrics import Metrics
 from spmd_rl.model import load_hf_config, on_meta, weight_files
@@ -125,7 +125,7 @@ class Job:
 
     def __init__(self, config: Config, mesh: Mesh, inputs: Inputs, plan: Plan, checkpoint: str | None = None) -> None:
         """Start the engines; collective. The engine comes first and sleeps, then the policy (and the reference)
-        take their memory, then the first sync fills the engine.
+        take their memory, then the first sync fills the engine. One that shares the policy's weights comes after them.
 
         checkpoint: the one to go on from; its weights are in the policy before the engine gets any.
         """
@@ -140,13 +140,19 @@ class Job:
         host_memory = HostMemory(pinned=mesh.device.type == "cuda")
         host_memory.grow_in_background(plan.host_bytes)  # while the engine starts
         claim_workspaces(mesh.device)
-        with metrics.timed("engine start"):
-            rollout = Rollout(config, mesh, inputs.tokenizer, plan.engine_sleeps)
+        shares_weights = config.weight_sync.transport == "shared"
+        if not shares_weights:
+            with metrics.timed("engine start"):
+                rollout = Rollout(config, mesh, inputs.tokenizer, plan.engine_sleeps)
         with metrics.timed("policy start"):
             policy = Policy(config, mesh, inputs.hf_config)
             # Its own copy of the config: each engine sets fields of it.
             reference = Reference(config, mesh, load_hf_config(config.model)) if config.loss.beta > 0 else None
         self.progress = checkpoint_module.load(checkpoint, policy, reference) if checkpoint else Progress()
+        if shares_weights:
+            with metrics.timed("engine start"), away(
+                    mesh.device, host_memory, lambda: storages(policy, reference), set(MOVABLE) - plan.residents):
+                rollout = Rollout(config, mesh, inputs.tokenizer, plan.engine_sleeps, shared=policy.held_weights())
         self.saved_step = self.progress.step
         self.first_step = self.progress.step + 1
         self.saver = Saver(config, mesh, policy, reference)

@@ -159,6 +159,29 @@ def _neighbours(name: str, parts: Sequence[tuple[int, Tensor]], parameter: Tenso
     return first.as_strided(parameter.shape, parameter.stride(), first.storage_offset())
 
 
+class Adoption:
+    """An engine's parameters as views of weights in this process, and what became of them."""
+
+    def __init__(self) -> None:
+        self.why_not: str | None = None
+        """Why they are the engine's own; None where they are views."""
+        self._addresses: dict[str, int] = {}
+
+    def take(self, model: Any, weights: Sequence[Weight]) -> None:
+        """Make each parameter of the model a view of the weights' memory; all of them, or none. Raises Unplannable."""
+        parameters = dict(model.named_parameters())
+        plan = record(parameters, {weight.name: (weight.shape, weight.dtype) for weight in weights}, model.load_weights)
+        for name, view in plan.shared_views(weights).items():
+            parameters[name].data = view
+        self._addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
+
+    def lost(self, model: Any) -> list[str]:
+        """Names of parameters that are no longer the views that they became: vLLM repacked them, or they moved."""
+        now = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+        names = now.keys() | self._addresses.keys()
+        return sorted(name for name in names if now.get(name) != self._addresses.get(name))
+
+
 class _Recorder(TorchDispatchMode):
     """Notes what is written to an engine's parameters, and writes nothing."""
 

@@ -39,6 +39,21 @@ def claim_workspaces(device: torch.device) -> None:
             (a @ a).sum().backward()  # backward runs on a thread with a handle of its own
 
 
+@contextlib.contextmanager
+def away(device: torch.device, host: HostMemory, find: Callable[[], Storages],
+         tenants: Collection[Tenant]) -> Iterator[None]:
+    """In the block, these are on the host: an engine that starts in it measures what is free."""
+    mover = Offloader(device, host, find)
+    mover.leave(tenants)
+    mover.finish_leaving()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # vLLM asks the driver
+    yield
+    mover.enter([tenant for tenant in Tenant if tenant in tenants])
+    mover.wait(tenants)
+    mover.forget_all()
+
+
 class Resident:
     """Everything stays where it is: a learning half that has no engine to take turns with."""
 

@@ -117,7 +117,9 @@ def make_plan(config: Config, size: ModelSize, world_size: int, device_bytes: in
     tenants = _tenants(config, size, world_size, device_bytes)
     others = _others(config, size, world_size, device_bytes)
     remedies = {phase: _remedy(config, phase) for phase in PHASES}
-    plan = Plan(tenants, others, frozenset(), remedies, device_bytes)
+    # Storage that the engine's parameters are views of never moves.
+    pinned = frozenset({Tenant.WEIGHTS}) if config.weight_sync.transport == "shared" else frozenset[Tenant]()
+    plan = Plan(tenants, others, pinned, remedies, device_bytes)
     if config.memory.swap == "never" or config.memory.swap == "auto" and not device_bytes:
         plan = replace(plan, residents=frozenset(Tenant))
     elif config.memory.swap == "auto":
@@ -146,10 +148,10 @@ def _tenants(config: Config, size: ModelSize, world_size: int, device_bytes: int
     gradients = {0: n * 6 if is_bf16 else n * 4, 1: 4 * n, 2: 4 * shard, 3: 4 * shard}
     weights = width * (shard if stage == 3 else n)
     t = config.rollout.tensor_parallel_size
-    engine_weights = width * n // t
+    model_bytes = width * n // t
     engine = int(config.rollout.gpu_memory_utilization * device_bytes) if device_bytes else 0
     kv_cache = (int(config.rollout.kv_cache_gib * GIB) if config.rollout.kv_cache_gib
-                else max(0, engine - engine_weights - _engine_work(config, size)))
+                else max(0, engine - model_bytes - _engine_work(config, size)))
     reference_shard = shard if stage == 3 else n
     return {
         Tenant.WEIGHTS: 0 if weights_on_host else weights,
@@ -158,7 +160,7 @@ def _tenants(config: Config, size: ModelSize, world_size: int, device_bytes: int
         Tenant.GRADIENTS: 0 if on_host and stage > 0 else gradients[stage],
         Tenant.SCRATCH: _reduce_bucket(config) * width if stage == 3 else 0,
         Tenant.REFERENCE: width * reference_shard if config.loss.beta > 0 else 0,
-        Tenant.ENGINE_WEIGHTS: engine_weights,
+        Tenant.ENGINE_WEIGHTS: 0 if config.weight_sync.transport == "shared" else model_bytes,
         Tenant.KV_CACHE: kv_cache,
     }
 
@@ -221,7 +223,7 @@ def _residents(plan: Plan) -> frozenset[Tenant]:
     """The set whose staying saves the most copied bytes in every phase's room; the engine stays where it fits too."""
     assert plan.device_bytes, "auto needs a device to fill"
     usable = int(plan.device_bytes * (1 - MARGIN))
-    free = frozenset(t for t, size in plan.tenants.items() if not size)
+    free = plan.residents | {t for t, size in plan.tenants.items() if not size}
     movable = [t for t in (*POLICY, Tenant.REFERENCE) if t not in free]
     best: tuple[tuple[int, int], frozenset[Tenant]] = ((-1, -1), frozenset())
     for engine in (frozenset(ENGINE), frozenset[Tenant]()):

@@ -9,6 +9,7 @@ import contextlib
 import enum
 import glob
 import hashlib
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,10 +21,11 @@ from torch import Tensor
 
 from spmd_rl.batch import Completion, Prompt
 from spmd_rl.config import Config, ConfigError, RolloutConfig
-from spmd_rl.load_plan import LoadPlan, Unplannable, Weight, record
-from spmd_rl.mesh import Mesh, preserved_process_state, say_once
+from spmd_rl.load_plan import Adoption, LoadPlan, Unplannable, Weight, record
+from spmd_rl.mesh import Mesh, device_bytes, preserved_process_state, say_once
 
 SHARED_MEMORY = "spmd_rl"  # first part of the names in /dev/shm
+SHARED_FORMAT = "spmd_rl"  # among vLLM's load formats
 STEP_EVALUATION = -1  # the "step" of evaluation in request seeds
 
 
@@ -50,12 +52,14 @@ class Sampling:
 class Rollout:
     """One rank's part of a rollout engine."""
 
-    def __init__(self, config: Config, mesh: Mesh, tokenizer: Any, sleeps: bool, reads_weights: bool = False) -> None:
+    def __init__(self, config: Config, mesh: Mesh, tokenizer: Any, sleeps: bool, reads_weights: bool = False,
+                 shared: Sequence[Weight] = ()) -> None:
         """Build the engine; collective over all ranks, after the default process group. It ends up asleep.
 
         sleeps: whether it gives its memory away between rollouts; else it keeps it, and is never asleep. reads_weights:
-        take those of the model's folder, where no policy will give any; it is ready then. Raises ConfigError where
-        vLLM is not installed or does not know the model.
+        take those of the model's folder, where no policy will give any; it is ready then. shared: whole weights in this
+        process that the engine's parameters are to be views of; why_not_shared then says whether they are. Raises
+        ConfigError where vLLM is not installed or does not know the model.
         """
         self._config, self._mesh, self._tokenizer = config, mesh, tokenizer
         self._sleeps = sleeps
@@ -68,9 +72,15 @@ class Rollout:
             if mesh.device.type == "cpu":
                 _name_shared_memory(mesh.all_gather(os.getpid())[0])
             arguments = engine_arguments(config, mesh, self._frees)
+            self._adoption = register_loader(shared) if shared else None
             if reads_weights:
                 arguments["load_format"] = "auto"
+            elif self._adoption:
+                arguments["load_format"] = SHARED_FORMAT
+                arguments["gpu_memory_utilization"] -= share_of_device(shared, mesh.device)
             self._llm: Any = self._vllm.LLM(**arguments)
+        if self._adoption and not self._adoption.why_not:
+            self._check_views()
         if reads_weights:
             self.state, self.version = EngineState.READY, 0
             return
@@ -81,6 +91,18 @@ class Rollout:
     def is_ready(self) -> bool:
         """Whether it can generate."""
         return self.state is EngineState.READY
+
+    @property
+    def why_not_shared(self) -> str | None:
+        """Why the engine has weights of its own; None where its parameters are views of the policy's."""
+        return self._adoption.why_not if self._adoption else "the engine was built with its own"
+
+    def _check_views(self) -> None:
+        """Raises RuntimeError where a parameter is no longer the view that it became."""
+        assert self._adoption, "an engine with weights of its own"
+        if lost := self._llm.apply_model(self._adoption.lost)[0]:
+            raise RuntimeError(f"weight_sync.transport shared: {len(lost)} of the engine's parameters are not the "
+                               f"policy's memory, {lost[0]} first: vLLM repacked them, or they moved; set ipc")
 
     # Sampling. --------------------------------------------------------------------------------------------------
 
@@ -208,6 +230,10 @@ class Rollout:
         if self.state is EngineState.ASLEEP:
             raise RuntimeError("cannot load weights: the engine is asleep; wake its weights first")
         self.state, self.version = EngineState.HALF_LOADED, None
+        if not self.why_not_shared:
+            self._check_views()  # and there is nothing to load
+            self.state, self.version = EngineState.WEIGHTS_LOADED, version
+            return
         if self._load_plan and (moved := self._load_plan.moved):
             say_once(f"warning: {len(moved)} of the engine's parameters have moved, {moved[0]} first: weights go layer "
                      "by layer from now on", sys.stderr)
@@ -261,6 +287,30 @@ def _import_vllm(mesh: Mesh) -> Any:
         extra = "gpu" if mesh.device.type == "cuda" else "cpu"
         raise ConfigError(f"the sampler is not installed: pip install 'spmd-rl[{extra}]' ({error})") from None
     return vllm
+
+
+def register_loader(weights: Sequence[Weight]) -> Adoption:
+    """Make SHARED_FORMAT a load format of vLLM's that copies nothing: parameters become views of these whole weights.
+    Where they cannot, the engine starts with dummy weights of its own."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    adoption = Adoption()
+
+    class Loader(BaseModelLoader):
+        def download_model(self, model_config: Any) -> None:
+            pass
+
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            try:
+                adoption.take(model, weights)
+            except Unplannable as error:
+                adoption.why_not = str(error)
+                DummyModelLoader(self.load_config).load_weights(model, model_config)
+
+    register_model_loader(SHARED_FORMAT)(Loader)
+    return adoption
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
@@ -328,6 +378,13 @@ def engine_arguments(config: Config, mesh: Mesh, sleeps: bool) -> dict[str, Any]
         logprobs_mode="processed_logprobs",
         generation_config="vllm",  # the model folder's sampling defaults do not reach training
     ) | fixed | config.vllm
+
+
+def share_of_device(weights: Sequence[Weight], device: torch.device) -> float:
+    """What the weights take of the device. The engine's share, which the user gives with weights, goes without it."""
+    total_bytes = device_bytes(device)
+    num_bytes = sum(math.prod(weight.shape) * weight.dtype.itemsize for weight in weights)
+    return num_bytes / total_bytes if total_bytes else 0.0
 
 
 def request_seed(run_seed: int, step: int, group: int, sample: int) -> int:

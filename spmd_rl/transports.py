@@ -33,6 +33,32 @@ class Transport(Protocol):
         """All have been read. Collective."""
 
 
+class Shared:
+    """The engine's parameters are views of the policy's storage: there is nothing to bring."""
+
+    name = "shared"
+
+    def __init__(self, held: Callable[[], Sequence[Weight]]) -> None:
+        self._held = held
+        self._addresses = self._now()
+
+    def offer(self) -> None:
+        """Nothing. Raises RuntimeError where the policy's weights are elsewhere than when the engine took them."""
+        if self._now() != self._addresses:
+            raise RuntimeError("weight sync refused: the policy's weights have moved, and the engine's parameters are "
+                               "views of where they were")
+
+    def weights(self, offers: Sequence[Any]) -> Iterator[Weight]:
+        """None."""
+        return iter(())
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+    def _now(self) -> list[int]:
+        return [weight.spans[0].flat.data_ptr() for weight in self._held()]
+
+
 class Gather:
     """Whole tensors from collectives of DeepSpeed's, a bucket at a time."""
 

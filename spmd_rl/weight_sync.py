@@ -18,7 +18,7 @@ from spmd_rl.load_plan import LoadPlan, Unplannable, Weight
 from spmd_rl.mesh import Mesh, say_once
 from spmd_rl.policy import Policy
 from spmd_rl.rollout import Rollout
-from spmd_rl.transports import Gather, Ipc, Transport, why_not_ipc
+from spmd_rl.transports import Gather, Ipc, Shared, Transport, why_not_ipc
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,11 @@ class WeightSync:
         self.how = "not yet"
         self._transport: Transport = Gather(lambda: policy.full_weights(config.bucket_mib * 2**20))
         self._reason = ""
-        if config.transport in ("auto", "ipc"):
+        if not rollout.why_not_shared:
+            self._transport = Shared(policy.held_weights)
+        elif config.transport == "shared":
+            raise ConfigError(f"weight_sync.transport is 'shared': {rollout.why_not_shared}; set auto or ipc")
+        elif config.transport in ("auto", "ipc"):
             is_forced = config.transport == "ipc"
             why_not = why_not_ipc(mesh, policy.held_weights(), is_forced)
             if why_not and is_forced:
@@ -86,9 +90,13 @@ class WeightSync:
         if self._is_first:
             check_names(self._rollout.expected_weights(), {name for name, *_ in tensors})
         self._rollout.load_weights(self._transport.weights(offers), version, self._policy.tied_head_name)
-        if self._is_first:
+        if self._is_first and self._rollout.why_not_shared:
             self._plan_ahead(lambda: self._transport.weights(offers))
-            self._is_first = False
+        elif self._is_first:
+            self.how = "nothing to copy"
+        if self._is_first:
+            say_once(f"weight sync: {self.transport}{self._reason}, {self.how}")
+        self._is_first = False
         self._transport.release()
         self.version, self._synced_updates = version, self._policy.num_updates
         return self._manifest.num_bytes
@@ -112,7 +120,6 @@ class WeightSync:
             plan = None
         self._rollout.use_plan(plan)
         self.how = f"{plan.num_copies} copies" if plan else f"layer by layer ({reason or 'as on another rank'})"
-        say_once(f"weight sync: {self.transport}{self._reason}, {self.how}")
 
     def _plan(self) -> tuple[LoadPlan | None, str]:
         shapes = {name: (shape, getattr(torch, dtype.removeprefix("torch.")))

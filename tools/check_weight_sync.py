@@ -3,7 +3,8 @@
     torchrun --nproc_per_node 2 tools/check_weight_sync.py --model DIR --stages 0,1,2,3 --transports ipc,gather
     torchrun --nproc_per_node 2 tools/check_weight_sync.py --model DIR --stages 3 --bucket_mib 1 --steps 200
 
-For each ZeRO stage and transport: a first sync (through vLLM's own loading), optimizer steps, and a sync after each.
+With `shared` nothing is filled: every parameter of the engine has to lie in the policy's storages. For each other
+transport and each ZeRO stage: a first sync (through vLLM's own loading), optimizer steps, and a sync after each.
 The truth is the policy's gathered weights, loaded by vLLM one by one. Where vLLM keeps repacked weights, as it does on
 a CPU without --plain, log-probs of engine and policy stand for the bits. Exits with 1 where a cell is wrong.
 """
@@ -80,14 +81,21 @@ def check(args: argparse.Namespace, mesh: Mesh) -> list[dict]:
 
         vllm._custom_ops._supports_onednn = False
     config = make_config(args)
-    rollout = Rollout(config, mesh, load_tokenizer(config.model), sleeps=False)
+    tokenizer = load_tokenizer(config.model)
+    copied = [transport for transport in args.transports if transport != "shared"]
+    engines = [Rollout(config, mesh, tokenizer, sleeps=False)] if copied else []  # one that goes takes the groups along
     results = []
     say_once(f"{'stage':>5} {'transport':>9} {'bucket':>6} {'compared':>10} {'wrong':>6} {'gap':>8} {'s a sync':>9}")
     for stage in args.stages:
         config.policy.zero_stage = stage
+        config.weight_sync.transport = "shared" if "shared" in args.transports and stage < 3 else "auto"
         policy = Policy(config, mesh, load_hf_config(config.model))
         for transport, bucket in cells(args):
-            cell = check_cell(args, mesh, policy, rollout, transport, bucket)
+            if transport == "shared" and stage == 3:
+                continue
+            if transport == "shared":
+                engines.append(Rollout(config, mesh, tokenizer, sleeps=False, shared=policy.held_weights()))
+            cell = check_cell(args, mesh, policy, engines[-1 if transport == "shared" else 0], transport, bucket)
             results.append(cell)
             say_once(f"{stage:>5} {transport:>9} {bucket:>6} {cell['compared']:>10} {cell['wrong']:>6} "
                      f"{cell['gap']:>8.1e} {cell['seconds']:>9.4f}")
@@ -124,15 +132,19 @@ def check_cell(args: argparse.Namespace, mesh: Mesh, policy: Policy, rollout: Ro
     for number in range(args.steps + 1):
         if number:
             learn(policy, mesh)
-        truth = true_weights(policy, rollout)
-        make_noise(policy, rollout)
+        if transport != "shared":
+            truth = true_weights(policy, rollout)
+            make_noise(policy, rollout)
         start = time.perf_counter()
         sync.sync()
         if mesh.device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
         found = rollout.engine_parameters()
-        wrong |= {name for name, tensor in found.items() if not torch.equal(bits(tensor), truth[name])}
+        if transport == "shared":
+            wrong |= not_views(found, policy)
+        else:
+            wrong |= {name for name, tensor in found.items() if not torch.equal(bits(tensor), truth[name])}
         compared = sum(tensor.numel() for tensor in found.values())
         rollout.wake_kv_cache()
         if number in (0, args.steps):
@@ -173,6 +185,15 @@ def make_noise(policy: Policy, rollout: Rollout) -> None:
     rollout.load_weights((Weight.of(name, torch.randn_like(tensor)) for name, tensor in policy.full_weights(2**29)), 0,
                          policy.tied_head_name)
     rollout.use_plan(plan)
+
+
+def not_views(engine: dict[str, torch.Tensor], policy: Policy) -> set[str]:
+    """Parameters of the engine that do not lie in the policy's storages."""
+    storages = {span.flat.untyped_storage().data_ptr(): span.flat.untyped_storage().nbytes()
+                for weight in policy.held_weights() for span in weight.spans}
+    return {name for name, tensor in engine.items()
+            if not any(start <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= start + size
+                       for start, size in storages.items())}
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

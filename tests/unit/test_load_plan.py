@@ -172,9 +172,9 @@ class Faulty(Engine):
 
 
 FAULTS = {"scales": ["q", "norm", "down"], "transposes": ["down"], "leaves_out": ["embed", "q", "up", "norm"],
-          "fills_half": ["norm"], "fills_twice": ["norm", "gate"], "fills_with_gaps": ["down"], "adds": ["norm", "down"],
-          "fills_with_one": ["norm"], "looks_at_the_data": ["norm"], "expects_another_shape": ["k"],
-          "broadcasts": ["down"]}
+          "fills_half": ["norm"], "fills_twice": ["norm", "gate"], "fills_with_gaps": ["down"],
+          "adds": ["norm", "down"], "fills_with_one": ["norm"], "looks_at_the_data": ["norm"],
+          "expects_another_shape": ["k"], "broadcasts": ["down"]}
 
 
 @pytest.mark.parametrize("fault, name", [(fault, name) for fault, names in FAULTS.items() for name in names])

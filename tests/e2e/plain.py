@@ -1,0 +1,14 @@
+"""The program with a CPU engine that keeps its weights as they are: ``plain.py`` and then the options of spmd_rl.train.
+
+vLLM would repack them otherwise, and nothing could be compared bit by bit, or shared.
+"""
+
+import vllm._custom_ops
+
+from spmd_rl.mesh import leave
+from spmd_rl.train import main
+
+if __name__ == "__main__":
+    vllm._custom_ops._supports_onednn = False
+    main()
+    leave(0)
