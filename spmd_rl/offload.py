@@ -256,7 +256,7 @@ class Offloader:
                 self._wait(entry)
                 self._forget(key)
         return [(tenant, storage) for tenant, storages in found.items() if tenant in tenants for storage in storages
-                if storage.device.type == self._device.type and storage.resizable()
+                if storage.device.type == self._device.type and _can_resize(storage)
                 and (storage.nbytes() >= SMALL_BYTES or storage._cdata in self._entries)]
 
     def _forget(self, key: int) -> None:
@@ -320,6 +320,11 @@ class Offloader:
     def _end(self, moved: Moved, stream: Any) -> Moved:
         moved.ended = stream.record_event(torch.cuda.Event(enable_timing=True)) if stream else time.perf_counter()
         return moved
+
+
+def _can_resize(storage: torch.UntypedStorage) -> bool:
+    """Not where it is mapped from a file, or from shared memory: torch says that it can, and would end the process."""
+    return storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared())
 
 
 def _copy(pieces: Iterable[Tensor], view: Tensor, to_host: bool) -> None:

@@ -114,7 +114,7 @@ class Ipc:
         else every rank has all it needs. stays: whether the storages never move: handles are then sent once."""
         self._mesh, self._held, self._exchanges = mesh, held, exchanges
         self._place = Place.here(mesh.device, mesh.host)
-        # Shared memory cannot be resized, and the mover leaves alone what cannot.
+        # The mover leaves shared memory alone.
         self._stays = stays or mesh.device.type == "cpu"
         self._mine: Sequence[Weight] = []
         self._sent_layout: tuple[Lies, ...] = ()

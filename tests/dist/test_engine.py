@@ -19,7 +19,7 @@ NUM_RANKS = 2
 EOS = 257
 MAX_COMPLETION_LENGTH = 4
 CELLS = ["process_state", "uneven_engines", "trained_tokens", "first_step", "tokens_over_steps", "sync",
-         "engine_states", "save_phases"]
+         "engine_states", "save_phases", "old_cache", "late_consumer"]
 CORE = [("tied", 1), ("untied", 2)]
 WHOLE = [pytest.param(("tied", 2), marks=pytest.mark.long), pytest.param(("untied", 1), marks=pytest.mark.long)]
 LAYOUTS = dict(argvalues=CORE + WHOLE, ids=lambda layout: f"{layout[0]}-tp{layout[1]}")
@@ -38,6 +38,7 @@ class Launches:
         folder.mkdir()
         config = write_config(
             folder / "config.yaml", self._models[model], self._prompts_file, folder / "run",
+            data={"max_prompt_length": 400},
             rollout={"tensor_parallel_size": tensor_parallel_size, "max_completion_length": MAX_COMPLETION_LENGTH,
                      "num_generations": 8})
         cells = [cell for cell in CELLS if cell != "uneven_engines" or tensor_parallel_size == 1]
@@ -116,6 +117,27 @@ def test_engine_refuses_to_sample_without_whole_weights(results):
         assert found["state after whole sync"] == "ready"
         assert largest_gap(found) <= 1e-5
         assert found["engine again"] == pytest.approx(found["policy"], abs=1e-5)
+
+
+def test_no_cached_token_is_of_older_weights(results):
+    """Case 31: a long prompt is cached when it comes again. After a step the first call has no cached token, and the
+    policy's own log-prob; then the new weights' blocks serve, for a prompt with the same beginning too."""
+    for found in results["old_cache"]:
+        assert found["first"]["cached"] == 0 and found["again"]["cached"] >= 128
+        assert found["again"]["logprob"] == pytest.approx(found["first"]["logprob"], abs=1e-5)
+        assert found["after a step"]["cached"] == 0
+        assert [found["after a step"]["logprob"]] == pytest.approx(found["policy"], abs=1e-5)
+        assert abs(found["after a step"]["logprob"] - found["first"]["logprob"]) > 1e-4
+        assert found["again after a step"]["cached"] >= 128
+
+
+@pytest.mark.parametrize("transport", ["ipc", "gather"])
+def test_a_late_consumer_is_waited_for(results, transport):
+    """Case 51: 2 ranks at stage 3, one of them 10 s late inside the load: both end, with the policy's weights."""
+    for rank in results["late_consumer"]:
+        found = rank[transport]
+        assert found["used"] == transport and found["seconds"] >= 10
+        assert largest_gap(found) <= 1e-5
 
 
 def test_saved_tensors_are_the_same_in_each_phase(results):

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,8 @@ from spmd_rl.train import SAVED
 from spmd_rl.weight_sync import WeightSync
 
 FIXED_SEED = 5
+LONG_PROMPT = 300
+LATE_S = 10
 
 
 def process_state():
@@ -73,13 +76,15 @@ class Bench:
 
         self.rollout._llm.generate = recorded
 
-    def parts(self, zero_stage, *, temperature=1.0, beta=0.0, recompute=False, learning_rate=0.1, user_loss=None):
+    def parts(self, zero_stage, *, temperature=1.0, beta=0.0, recompute=False, learning_rate=0.1, user_loss=None,
+              transport="auto"):
         """Parts of a fresh policy on the engine, not yet synced."""
         config = self.config
         config.policy.zero_stage, config.policy.learning_rate = zero_stage, learning_rate
         config.loss.beta, config.loss.recompute_old_logprobs = beta, recompute
         config.rollout.temperature = temperature
         own = copy.deepcopy(config)
+        own.weight_sync.transport = transport
         own.memory.swap = "always"  # on a CPU nothing is freed by it, but everything takes its turns
         metrics = Metrics(self.mesh, [])
         policy = Policy(own, self.mesh, load_hf_config(own.model))
@@ -358,6 +363,63 @@ def cell_save_phases(bench):
                             .read_text())["files"] for number in range(1, 5)]
     return {"state": state, "away": away, "files": [{name: entry["sha256"] for name, entry in files.items()
                                                      if name.startswith("policy/")} for files in manifests]}
+
+
+def cell_old_cache(bench):
+    """Cached tokens and log-probs of a long prompt and of one that begins like it: twice, then after a step."""
+    parts = bench.parts(3)
+    step_module.sync(parts)
+    draw = random.Random(FIXED_SEED)
+    prompt = [draw.randrange(256) for _ in range(LONG_PROMPT)]
+    found = {"first": ask(bench, prompt), "again": ask(bench, prompt)}
+    step_module.train_step(parts, 0)
+    found["after a step"] = ask(bench, prompt)
+    found["again after a step"] = ask(bench, [*prompt[:-3], 1, 2, 3])
+    rows = [pack([Completion(0, 0, prompt, [found["after a step"]["token"]], [0.0], "length", 0)], bench.mesh.device)]
+    with parts.memory.holding(MOVABLE):
+        (logprobs_N, _), = parts.policy.score(rows)
+    found["policy"] = logprobs_N.tolist()
+    bench.drop(parts)
+    return found
+
+
+def ask(bench, prompt):
+    """The greedy next token, its log-prob, and how many tokens of the prompt came from the prefix cache."""
+    import vllm
+
+    parameters = vllm.SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, seed=0, detokenize=False)
+    output, = bench.rollout._llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)
+    bench.engine_calls.pop()
+    token, = output.outputs[0].token_ids
+    return {"token": token, "logprob": output.outputs[0].logprobs[0][token].logprob, "cached": output.num_cached_tokens}
+
+
+def cell_late_consumer(bench):
+    """Seconds of a sync whose first engine takes its time in the middle of it, and log-probs afterwards."""
+    found = {}
+    for transport in ("ipc", "gather"):
+        parts = bench.parts(3, transport=transport)
+        load_weights = bench.rollout.load_weights
+
+        def late(weights, *rest, load_weights=load_weights):
+            def slowly():
+                for number, weight in enumerate(weights):
+                    if number == 5 and bench.mesh.engine_index == 0 and bench.mesh.engine_rank == 0:
+                        time.sleep(LATE_S)
+                    yield weight
+
+            load_weights(slowly(), *rest)
+
+        bench.rollout.load_weights = late
+        start = time.monotonic()
+        try:
+            step_module.sync(parts)
+        finally:
+            bench.rollout.load_weights = load_weights
+        found[transport] = {"seconds": time.monotonic() - start, "engine": bench.engine_logprobs(),
+                            "policy": bench.policy_logprobs(parts), "used": parts.weight_sync.transport}
+        bench.drop(parts)
+    return found
 
 
 def main():

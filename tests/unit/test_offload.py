@@ -142,3 +142,22 @@ def test_the_walk_finds_tensors_behind_containers_and_attributes():
     sizes = sorted(s.nbytes() // 4 for s in reachable_storages(root, (Engine.__module__.split(".")[0],)))
     assert sizes == sorted([3, 3, 4, 5, 6, 10_000, 7_001, 3_000])
     assert len(reachable_storages(root, ())) == 5, "no package named: nothing inside Engine"
+
+
+@pytest.mark.parametrize("when", ["before the first move", "after one"])
+def test_shared_memory_is_left_alone(when):
+    """What peers have mapped keeps its place: torch lets it be resized, and ends the process when it is used again."""
+    engine = Engine()
+    mover = mover_of(engine)
+    if when == "after one":
+        for call in (mover.leave, lambda tenants: mover.finish_leaving(), mover.enter, mover.wait):
+            call([Tenant.WEIGHTS])
+    engine.weights.untyped_storage()._share_filename_cpu_()
+    place = engine.weights.data_ptr()
+    for _ in range(2):
+        mover.leave([Tenant.WEIGHTS, Tenant.MOMENTS])
+        mover.finish_leaving()
+        assert engine.weights.data_ptr() == place and not engine.moments[0].untyped_storage().nbytes()
+        mover.enter([Tenant.WEIGHTS, Tenant.MOMENTS])
+        mover.wait(Tenant)
+    assert engine.view.equal(torch.arange(5_000, 10_000, dtype=torch.float32))
