@@ -1,0 +1,143 @@
+"""Several real GPUs, a rank each: weights, states, whole steps, and a rank that is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import launching
+import psutil
+import pytest
+
+TOOL = str(launching.ROOT / "tools" / "check_weight_sync.py")
+VOCABULARY = 4224
+STEPS = 3
+
+
+def ranks(count):
+    return pytest.param(count, marks=pytest.mark.multi_gpu(count))
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    tool = launching.load_tool("make_model")
+    for tied in (True, False):
+        sizes = tool.TINY | dict(tied=tied, vocab_size=VOCABULARY)
+        tool.save(folder / str(tied), tool.build_model("qwen3", **sizes), tool.make_tokenizer(VOCABULARY))
+    return folder, launching.write_jsonl(folder / "train.jsonl", launching.make_rows(64, seed=1))
+
+
+def environment():
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(launching.ROOT), os.environ.get("PYTHONPATH")]))}
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2, 4])
+@pytest.mark.parametrize("count", [ranks(2), ranks(4)])
+def test_every_tensor_has_the_policys_bits(inputs, tmp_path, count, tensor_parallel_size):
+    """Each transport at ZeRO 1, 2 and 3, over noise and after optimizer steps, with weights that stay and that move."""
+    if tensor_parallel_size > count:
+        pytest.skip(f"an engine of {tensor_parallel_size} needs as many ranks")
+    transports = "shared,ipc,gather" if tensor_parallel_size == 1 else "ipc,gather"
+    for options in ([], ["--moving"]):
+        out = tmp_path / f"{len(options)}.json"
+        launching.torchrun(count, [
+            TOOL, "--model", str(inputs[0] / "False"), "--device", "cuda", "--stages", "1,2,3", "--transports",
+            transports, "--tensor_parallel_size", str(tensor_parallel_size), "--out", str(out), *options],
+            env=environment()).succeeded()
+        cells = json.loads(out.read_text())
+        assert {cell["stage"] for cell in cells} == {1, 2, 3} and all(cell["right"] for cell in cells), cells
+
+
+def config_of(inputs, folder, count, **sections):
+    folder.mkdir(exist_ok=True)
+    rollout = {"num_generations": 4, "max_completion_length": 6, "enforce_eager": True, "kv_cache_gib": 1.0}
+    return launching.write_config(
+        folder / "config.yaml", inputs[0] / "True", inputs[1], folder / "run",
+        **{"mesh": {"device": "cuda"}, "run": {"output_dir": str(folder / "run"), "max_steps": STEPS},
+           "rollout": rollout} | sections)
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("count", [ranks(2), ranks(4)])
+def test_a_step_is_the_same_on_several_gpus(inputs, tmp_path, count, stage):
+    """fp32, SGD: losses and gradient norms of the first step are those of one GPU to 1e-5; states that take turns or
+    stay give the same metrics."""
+    found = {}
+    for name, number, swap in (("one", 1, "always"), ("several", count, "always"), ("resident", count, "auto")):
+        config = config_of(inputs, tmp_path / name, number, policy={"zero_stage": stage, "optimizer": "sgd",
+                                                                    "learning_rate": 0.1}, memory={"swap": swap})
+        launching.torchrun(number, ["-m", "spmd_rl.train", "--config", str(config)], env=environment()).succeeded()
+        found[name] = rows_of(tmp_path / name)
+        assert len(found[name]) == STEPS
+    for name in ("several", "resident"):
+        for key in ("loss", "grad_norm", "reward", "entropy"):
+            assert found[name][0][key] == pytest.approx(found["one"][0][key], rel=1e-5, abs=1e-5), (name, key)
+        assert all(row["sampling/sampling_logp_difference/mean"] < 1e-3 for row in found[name])
+
+
+@pytest.mark.multi_gpu(2)
+def test_case_55_one_process_a_gpu(inputs, tmp_path):
+    """While two ranks run, each GPU has one process, and no process is on two: a stray context on the first GPU takes
+    its memory from every rank's share."""
+    config = config_of(inputs, tmp_path / "run", 2, policy={"zero_stage": 3, "learning_rate": 0.1},
+                       run={"output_dir": str(tmp_path / "run" / "run"), "max_steps": 60})
+    with started(2, config) as job:
+        wait_for_steps(tmp_path / "run", 2, job)
+        listed = subprocess.run(["nvidia-smi", "--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader"],
+                                capture_output=True, text=True, timeout=60, check=True).stdout.split("\n")
+    pairs = [tuple(part.strip() for part in line.split(",")) for line in listed if line.strip()]
+    if not pairs:
+        pytest.skip("nvidia-smi shows no processes here: another process namespace")
+    assert len(pairs) == len({pid for pid, _ in pairs}) == len({gpu for _, gpu in pairs}) == 2, pairs
+
+
+@pytest.mark.multi_gpu(2)
+def test_a_killed_rank_ends_the_others(inputs, tmp_path):
+    """Within a minute, with a failure, and no process is left."""
+    config = config_of(inputs, tmp_path / "run", 2, policy={"zero_stage": 3, "learning_rate": 0.1},
+                       run={"output_dir": str(tmp_path / "run" / "run"), "max_steps": 1000})
+    with started(2, config) as job:
+        wait_for_steps(tmp_path / "run", 1, job)
+        family = psutil.Process(job.pid).children(recursive=True)
+        victim = next(p for p in family if p.environ().get("RANK") == "1" and "spmd_rl.train" in " ".join(p.cmdline()))
+        victim.send_signal(signal.SIGKILL)
+        start = time.monotonic()
+        assert job.wait(60) != 0
+        assert time.monotonic() - start < 60
+        _, alive = psutil.wait_procs(family, 10)
+        assert not alive
+
+
+class started:
+    """A job under torchrun for the time of a block."""
+
+    def __init__(self, count, config):
+        self.command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count),
+                        "-m", "spmd_rl.train", "--config", str(config)]
+        self.env = os.environ | environment() | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}
+
+    def __enter__(self):
+        self.job = subprocess.Popen(self.command, env=self.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return self.job
+
+    def __exit__(self, *error):
+        if self.job.poll() is None:
+            for process in [*psutil.Process(self.job.pid).children(recursive=True), self.job]:
+                process.kill()
+            self.job.wait(30)
+
+
+def wait_for_steps(folder, count, job):
+    """Until the run has written so many steps."""
+    path, end = folder / "run" / "metrics.jsonl", time.monotonic() + 240
+    while not path.exists() or len(path.read_text().splitlines()) < count:
+        assert job.poll() is None, "the job ended by itself"
+        assert time.monotonic() < end, "no step in 240 s"
+        time.sleep(0.5)
