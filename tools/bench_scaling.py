@@ -4,8 +4,8 @@
     python tools/bench_scaling.py --model DIR --train FILE --ranks 1,2 --stage 3 --device cpu --steps 4
 
 Each count is a run of the program under torchrun. Medians are over the steps after --warm_up; efficiency is tokens/s
-a rank over those of the first count. With several GPUs the floor of a ZeRO-3 sync is what a rank reads of its peers over a
-copy's bandwidth between two GPUs, measured first.
+a rank over those of the first count. With several GPUs the floor of a ZeRO-3 sync is what a rank reads of its
+peers over a copy's bandwidth between two GPUs, measured first.
 """
 
 import argparse
