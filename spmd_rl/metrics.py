@@ -50,7 +50,7 @@ class Metrics:
 
     def maximum(self, name: str, value: float) -> None:
         """Keep the largest of all ranks."""
-        self._maxima[name] = max(value, self._maxima.get(name, value))
+        self._maxima[name] = _larger(value, self._maxima.get(name, value))
 
     def total(self, name: str, value: Tensor | float) -> None:
         """Add to a sum over all ranks and micro-batches."""
@@ -116,8 +116,13 @@ def combine(ranks: Sequence[Reported]) -> dict[str, float]:
         for name, value in their_totals.items():
             totals[name] = totals.get(name, 0.0) + value
         for name, value in their_maxima.items():
-            largest[name] = max(value, largest.get(name, value))
+            largest[name] = _larger(value, largest.get(name, value))
     return {name: total / count for name, (total, count) in sums.items() if count} | totals | largest
+
+
+def _larger(a: float, b: float) -> float:
+    """NaN where one is: max would keep it or not by their order."""
+    return a if a >= b or a != a else b
 
 
 def lag(ranks: Sequence[dict[str, float]]) -> dict[str, float]:

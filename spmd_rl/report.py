@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from spmd_rl.sinks import SAMPLES, read_lines
+from spmd_rl.sinks import SAMPLES, read_lines, read_metrics
 
 PHASES = ("rollout", "reward", "gather", "reference", "old_logprobs", "train", "optimizer", "sync", "swap")
 MOVES_SHOWN = 40  # of the memory timeline: the last steps
@@ -102,7 +102,7 @@ def short_names(paths: list[str]) -> list[str]:
 def read_run(path: str, name: str) -> Run:
     """Metrics, samples and config of a run's folder; exits with 2 where there are no metrics."""
     metrics, samples, config = (os.path.join(path, file) for file in ("metrics.jsonl", SAMPLES, "config.yaml"))
-    rows = read_lines(metrics) if os.path.exists(metrics) else []
+    rows = read_metrics(metrics) if os.path.exists(metrics) else []
     if not rows:
         print(f"error: {metrics}: no metrics", file=sys.stderr)
         sys.exit(2)

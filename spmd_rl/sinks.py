@@ -3,6 +3,7 @@
 import glob
 import importlib.util
 import json
+import math
 import os
 import re
 import statistics
@@ -32,7 +33,10 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """metrics.jsonl and completions.jsonl: one object a line, with `step`; a line is whole on disk or absent."""
+    """metrics.jsonl and completions.jsonl: one object a line, with `step`; a line is whole on disk or absent.
+
+    JSON has no infinity and no NaN: a metric that is one of them is its name as text, which `read_metrics` reads back.
+    """
 
     def __init__(self, folder: str, steps_done: int = 0) -> None:
         """steps_done: samples of later steps belong to a branch that is left; the metrics are cut already."""
@@ -44,7 +48,7 @@ class JsonLines:
                 file.writelines(_line(sample) for sample in kept)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        self._file.write(_line({"step": step, **metrics}))
+        self._file.write(_line({"step": step, **{name: _or_name(value) for name, value in metrics.items()}}))
         self._file.flush()
 
     def write_samples(self, step: int, samples: list[Sample]) -> None:
@@ -59,10 +63,21 @@ def _line(row: dict[str, Any]) -> str:
     return json.dumps(row) + "\n"  # in ASCII: any text survives, lone surrogates too
 
 
+def _or_name(value: float) -> float | str:
+    """Itself, or "Infinity", "-Infinity", "NaN"."""
+    return value if math.isfinite(value) else json.dumps(float(value))
+
+
 def read_lines(path: str) -> list[dict[str, Any]]:
     """The rows of such a file; a last line that was cut off is left out."""
     with open(path, encoding="utf-8") as file:
         return [json.loads(line) for line in file if line.endswith("\n")]
+
+
+def read_metrics(path: str) -> list[dict[str, float]]:
+    """The rows of a metrics.jsonl: numbers alone, infinity and NaN among them."""
+    return [{name: float(value) if isinstance(value, str) else value for name, value in row.items()}
+            for row in read_lines(path)]
 
 
 class TensorBoard:

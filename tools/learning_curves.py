@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from spmd_rl.sinks import read_lines  # noqa: E402
+from spmd_rl.sinks import read_metrics  # noqa: E402
 
 DATA = ROOT / "data" / "quickstart"
 PAGE, PICTURE = ROOT / "docs" / "algorithms.md", "learning_curves.png"
@@ -49,7 +49,7 @@ def train(loss, folder, args):
 
 def curve(folder):
     """[(step, held-out accuracy)]."""
-    return [(int(row["step"]), row[ACCURACY]) for row in read_lines(str(folder / "metrics.jsonl")) if ACCURACY in row]
+    return [(int(row["step"]), row[ACCURACY]) for row in read_metrics(str(folder / "metrics.jsonl")) if ACCURACY in row]
 
 
 def table(curves):

@@ -45,6 +45,13 @@ def test_the_page_gets_table_and_picture(tool, tmp_path):
     assert tool.PAGE.with_name(tool.PICTURE).read_bytes().startswith(b"\x89PNG")
 
 
+def test_an_accuracy_that_is_no_number_is_one_to_the_tool(tool, tmp_path):
+    """Written by name, since JSON has no infinity."""
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "{tool.ACCURACY}": {value}}}\n' for n, value in
+                                                    enumerate(['"NaN"', '"-Infinity"', "0.5"])))
+    assert repr(tool.curve(tmp_path)) == "[(0, nan), (1, -inf), (2, 0.5)]"
+
+
 def test_a_loss_that_gains_too_little_is_an_error(tool, tmp_path, capsys):
     """79 % of the default's gain: the page says so, and so does the exit code."""
     gains = dict.fromkeys(tool.LOSSES, 0.4) | {"gspo": 0.316}

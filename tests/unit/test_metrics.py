@@ -12,7 +12,8 @@ import torch
 
 from spmd_rl.config import ConfigError, MetricsConfig
 from spmd_rl.metrics import Metrics, combine, completion_metrics, lag, with_throughput
-from spmd_rl.sinks import Console, JsonLines, TensorBoard, check, make_sinks, markdown_table, read_lines
+from spmd_rl.sinks import (Console, JsonLines, TensorBoard, check, make_sinks, markdown_table, read_lines,
+                           read_metrics)
 from spmd_rl.system import watch_gpu
 
 
@@ -120,6 +121,38 @@ def test_every_line_of_the_file_is_one_step(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows == [{"step": 1, "reward": 0.1 + 0.2, "kl": 1e-30}, {"step": 2, "reward": 1.0}]
     sink.close()
+
+
+def strict(text):
+    """A line by JSON's own rules, which Python's reader is laxer than."""
+    def refuse(name):
+        raise ValueError(f"{name} is no JSON")
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("value, name", [(math.inf, "Infinity"), (-math.inf, "-Infinity"), (math.nan, "NaN")])
+def test_what_json_has_no_number_for_is_its_name(tmp_path, capsys, value, name):
+    """grad_norm of a skipped step, say: every line is strict JSON, and the value comes back as a float; bare names, which
+    earlier versions wrote, are read too. The other sinks take it as it is."""
+    config = MetricsConfig()
+    sinks = make_sinks(config, str(tmp_path), 2, 0, {})
+    for sink in sinks:
+        sink.write(1, {"grad_norm": value, "kl": 0.5, "rewards/exact/failed": 0})
+        sink.write(2, {"grad_norm": 2.0})
+        sink.close()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert [strict(line) for line in text.splitlines()] == [
+        {"step": 1, "grad_norm": name, "kl": 0.5, "rewards/exact/failed": 0}, {"step": 2, "grad_norm": 2.0}]
+    for written in (text, text.replace(f'"{name}"', name)):
+        (tmp_path / "metrics.jsonl").write_text(written)
+        first, second = read_metrics(str(tmp_path / "metrics.jsonl"))
+        assert isinstance(first["grad_norm"], float) and repr(first["grad_norm"]) == repr(value)
+        assert (first["step"], first["kl"], second) == (1, 0.5, {"step": 2, "grad_norm": 2.0})
+    assert f"grad {value:.4g}" in capsys.readouterr().out
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [repr(e.value) for e in events.Scalars("grad_norm")] == [repr(value), "2.0"]
 
 
 @pytest.mark.parametrize("step, bar", [(0, "." * 20), (1, "#####" + "." * 15), (4, "#" * 20)])
@@ -332,6 +365,18 @@ def test_all_metrics_of_a_step_cost_little(tmp_path, mesh, completion, tokenizer
 def test_a_mean_that_is_not_finite_is_shown():
     """NaN in a sum stays NaN: hiding it would hide a broken step."""
     assert math.isnan(combine([({"x": (float("nan"), 2)}, {}, {})])["x"])
+
+
+@pytest.mark.parametrize("values, largest", [
+    ([1.0, math.nan, 2.0], math.nan), ([math.nan, 1.0], math.nan), ([1.0, math.nan], math.nan),
+    ([1.0, math.inf, 2.0], math.inf), ([-math.inf, -1.0], -1.0), ([-math.inf], -math.inf)])
+def test_a_maximum_that_is_not_finite_is_shown(mesh, values, largest):
+    """Of the updates of a step, and of the ranks, in any order: Python's max would drop a NaN that is not the first."""
+    metrics = Metrics(mesh, [])
+    for value in values:
+        metrics.maximum("grad_norm", value)
+    assert repr(metrics.reduce()["grad_norm"]) == repr(largest)
+    assert repr(combine([({}, {}, {"grad_norm": value}) for value in values])["grad_norm"]) == repr(largest)
 
 
 def test_throughput_is_tokens_over_the_phases_time():

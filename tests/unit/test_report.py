@@ -36,7 +36,12 @@ ROWS = {
     "no phase times": [{"step": 1, "reward": 0.5}],
     "a phase that comes later": [{"step": 1, "timing/step": 1.0}, step_row(2)],
     "an unknown row": [{"step": 1}],
+    # Bare in files of earlier versions.
     "no number": [{"step": 1, "reward": float("nan"), "timing/step": 1.0, "timing/rollout": 0.5}],
+    "no numbers": [step_row(1) | dict.fromkeys(("reward", "grad_norm", "loss", "kl", "entropy"), value)
+                   for value in ("NaN", "Infinity", "-Infinity")],
+    "some numbers": [step_row(1) | {"grad_norm": 1.0}, step_row(2) | {"grad_norm": "Infinity"},
+                     step_row(3) | {"grad_norm": "NaN"}],
 }
 
 
@@ -128,6 +133,13 @@ def test_runs_are_compared_in_the_same_figures(tmp_path, capsys):
     assert "policy.learning_rate" in text and "policy.optimizer" not in text and "output_dir" not in text
     assert "Seconds a phase: a" in text and "Seconds a phase: b" in text
     assert text.count('aria-label="Reward (sampled)"') == 1
+
+
+def test_what_json_has_no_number_for_is_a_number_again(tmp_path):
+    """A text of the same letters in a sample stays a text."""
+    run = read_run(write(tmp_path / "run", ROWS["some numbers"], [sample(1, "NaN")]), "run")
+    assert [repr(value) for value in run.series("grad_norm")[1]] == ["1.0", "inf", "nan"]
+    assert run.samples[0]["completion"] == "NaN" and 'class="text">NaN<' in page([run])
 
 
 @pytest.mark.parametrize("end", ["", '{"step": 3, "rew', '{"step": 3}'])
