@@ -55,18 +55,31 @@ class Flops:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a model decides its operations. The default counts tokens alone."""
+    """What of a model decides its operations, and its memory. The default counts tokens alone."""
 
     linear_parameters: int = 1
     """Entries of the blocks' matrices."""
     last_parameters: int = 0
     """Those of them that a block ends with."""
-    head_parameters: int = 0
-    """V times H."""
-    attention_width: int = 0
-    """Query heads times head size."""
     windows: tuple[int | None, ...] = ()
     """For each block the tokens that a position sees back, itself included; None is all."""
+    query_width: int = 0
+    """Query heads times head size."""
+    key_width: int = 0
+    """Key heads times head size."""
+    vocabulary: int = 0
+    hidden: int = 0
+    intermediate: int = 0
+    """Width inside the MLP."""
+    num_parameters: int = 0
+    """Entries of all parameters, a tied one once."""
+    largest_parameter: int = 0
+    """Entries of the largest one."""
+
+    @property
+    def head_parameters(self) -> int:
+        """Of the output projection, V times H."""
+        return self.vocabulary * self.hidden
 
     def of(self, prompt_length: int, completion_lengths: Sequence[int]) -> Flops:
         """Forward of one prompt, computed once, and the completions that see it."""
@@ -78,7 +91,7 @@ class ModelShape:
             pairs += seen * self.windows.count(window)
         num_tokens = prompt_length + num_targets
         return Flops(linear=2 * self.linear_parameters * num_tokens, head=2 * self.head_parameters * num_targets,
-                     attention=4 * self.attention_width * pairs, last=2 * self.last_parameters * num_tokens)
+                     attention=4 * self.query_width * pairs, last=2 * self.last_parameters * num_tokens)
 
     def of_copies(self, prompt_length: int, completion_lengths: Sequence[int]) -> Flops:
         """The same with a copy of the prompt for each completion."""

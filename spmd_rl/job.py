@@ -13,9 +13,9 @@ from spmd_rl.config import Config, ConfigError, as_dict, load_function
 from spmd_rl.memory import MOVABLE, Memory, away, claim_workspaces
 from spmd_rl.mesh import Mesh, say_once
 from spmd_rl.metrics import Metrics
-from spmd_rl.model import load_hf_config, on_meta, weight_files
+from spmd_rl.model import load_hf_config, on_meta, shape, weight_files
 from spmd_rl.offload import HostMemory, Storages, Tenant
-from spmd_rl.plan import Plan, make_plan, model_size
+from spmd_rl.plan import Plan, make_plan
 from spmd_rl.policy import Policy, Reference
 from spmd_rl.profiling import Profiler
 from spmd_rl.prompts import PromptSampler, PromptSet, load_prompts, load_tokenizer
@@ -96,10 +96,9 @@ def arithmetic(config: Config, inputs: Inputs, world_size: int) -> str:
 
 def memory_plan(config: Config, inputs: Inputs, world_size: int, device_bytes: int | None) -> Plan:
     """Who is on a device of so many bytes in which phase. Raises ConfigError where a phase cannot fit."""
-    size = model_size(on_meta(config.model, inputs.hf_config), inputs.hf_config)
     if config.memory.device_gib:
         device_bytes = int(config.memory.device_gib * 2**30)
-    return make_plan(config, size, world_size, device_bytes)
+    return make_plan(config, shape(on_meta(config.model, inputs.hf_config)), world_size, device_bytes)
 
 
 def left_out(prompts: PromptSet, max_prompt_length: int) -> list[str]:

@@ -106,23 +106,26 @@ class LogprobModel(nn.Module):
 
 
 def shape(lm: Any) -> ModelShape:
-    """What of a model its operations follow from; at ZeRO stage 3 a matrix has its true size in ds_numel."""
+    """What of a model its operations and its memory follow from, which may be on the meta device; at ZeRO stage 3 a
+    parameter has its true size in ds_numel."""
     config = lm.config
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sizes = {id(p): getattr(p, "ds_numel", p.numel()) for p in lm.parameters()}
     # Matrices of the blocks: the embedding is looked up, and the head counts by targets.
     outside = {id(m.weight) for m in (lm.get_input_embeddings(), lm.get_output_embeddings())}
-    sizes = [getattr(p, "ds_numel", p.numel()) for p in lm.parameters()
-             if len(getattr(p, "ds_shape", p.shape)) == 2 and id(p) not in outside]
+    matrices = [p for p in lm.parameters() if len(getattr(p, "ds_shape", p.shape)) == 2 and id(p) not in outside]
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     # With a norm after it, the last product's result is needed in backward, and is not the last. Where neither is known
     # by its name, the recomputation counts as whole.
     ends = [block.mlp.down_proj.weight for block in _blocks(lm)
             if hasattr(getattr(block, "mlp", None), "down_proj") and not hasattr(block, "post_feedforward_layernorm")]
     return ModelShape(
-        linear_parameters=sum(sizes), last_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in ends),
-        head_parameters=config.vocab_size * config.hidden_size,
-        attention_width=config.num_attention_heads * head_size,
-        windows=tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds))
+        linear_parameters=sum(sizes[id(p)] for p in matrices), last_parameters=sum(sizes[id(p)] for p in ends),
+        windows=tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds),
+        query_width=config.num_attention_heads * head_size,
+        key_width=(getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head_size,
+        vocabulary=config.vocab_size, hidden=config.hidden_size, intermediate=config.intermediate_size,
+        num_parameters=sum(sizes.values()), largest_parameter=max(sizes.values()))
 
 
 def _blocks(lm: Any) -> list[Any]:

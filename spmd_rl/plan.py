@@ -10,6 +10,7 @@ from itertools import chain, combinations
 from typing import Any
 
 from spmd_rl.config import Config, ConfigError
+from spmd_rl.flops import ModelShape
 from spmd_rl.offload import Tenant
 
 GIB = 2**30
@@ -25,23 +26,6 @@ PHASES: dict[str, set[Tenant]] = {
 }
 POLICY = (Tenant.WEIGHTS, Tenant.GRADIENTS, Tenant.SCRATCH, Tenant.MASTERS, Tenant.MOMENTS)  # as forward needs them
 ENGINE = {Tenant.ENGINE_WEIGHTS, Tenant.KV_CACHE}
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """What the arithmetic needs of a model."""
-
-    num_elements: int
-    """Of all parameters, a tied one once."""
-    largest: int
-    """Elements of the largest parameter."""
-    num_layers: int
-    hidden: int
-    intermediate: int
-    query_width: int
-    """Heads x head size."""
-    key_width: int
-    vocabulary: int
 
 
 @dataclass(frozen=True)
@@ -102,20 +86,10 @@ class Plan:
         return f"{', '.join(moving)} take turns, by way of {self.host_bytes / GIB:.2f} GiB of pinned host memory"
 
 
-def model_size(model: Any, hf_config: Any) -> ModelSize:
-    """model: a Transformers causal model, on the meta device or anywhere."""
-    sizes = [p.numel() for p in model.parameters()]
-    c = hf_config
-    head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    return ModelSize(sum(sizes), max(sizes), c.num_hidden_layers, c.hidden_size, c.intermediate_size,
-                     c.num_attention_heads * head, (getattr(c, "num_key_value_heads", None) or c.num_attention_heads)
-                     * head, c.vocab_size)
-
-
-def make_plan(config: Config, size: ModelSize, world_size: int, device_bytes: int | None) -> Plan:
+def make_plan(config: Config, model: ModelShape, world_size: int, device_bytes: int | None) -> Plan:
     """The table, and what stays. Raises ConfigError where a phase cannot fit, with the numbers and what to set."""
-    tenants = _tenants(config, size, world_size, device_bytes)
-    others = _others(config, size, world_size, device_bytes)
+    tenants = _tenants(config, model, world_size, device_bytes)
+    others = _others(config, model, world_size, device_bytes)
     remedies = {phase: _remedy(config, phase) for phase in PHASES}
     # Storage that the engine's parameters are views of never moves.
     pinned = frozenset({Tenant.WEIGHTS}) if config.weight_sync.transport == "shared" else frozenset[Tenant]()
@@ -134,9 +108,9 @@ def make_plan(config: Config, size: ModelSize, world_size: int, device_bytes: in
     return plan
 
 
-def _tenants(config: Config, size: ModelSize, world_size: int, device_bytes: int | None) -> dict[Tenant, int]:
+def _tenants(config: Config, model: ModelShape, world_size: int, device_bytes: int | None) -> dict[Tenant, int]:
     """Bytes by DeepSpeed's own layout at each stage; masters and moments are fp32."""
-    stage, n = config.policy.zero_stage, size.num_elements
+    stage, n = config.policy.zero_stage, model.num_parameters
     is_bf16 = config.model.dtype == "bfloat16"
     width = 2 if is_bf16 else 4
     shard = -(-n // world_size)
@@ -151,7 +125,7 @@ def _tenants(config: Config, size: ModelSize, world_size: int, device_bytes: int
     model_bytes = width * n // t
     engine = int(config.rollout.gpu_memory_utilization * device_bytes) if device_bytes else 0
     kv_cache = (int(config.rollout.kv_cache_gib * GIB) if config.rollout.kv_cache_gib
-                else max(0, engine - model_bytes - _engine_work(config, size)))
+                else max(0, engine - model_bytes - _engine_work(config, model)))
     reference_shard = shard if stage == 3 else n
     return {
         Tenant.WEIGHTS: 0 if weights_on_host else weights,
@@ -165,50 +139,50 @@ def _tenants(config: Config, size: ModelSize, world_size: int, device_bytes: int
     }
 
 
-def _others(config: Config, size: ModelSize, world_size: int, device_bytes: int | None) -> dict[str, dict[str, int]]:
+def _others(config: Config, model: ModelShape, world_size: int, device_bytes: int | None) -> dict[str, dict[str, int]]:
     """Phase -> what else: working memory that nobody moves, since it is gone when its phase ends."""
     stage = config.policy.zero_stage
     width = 2 if config.model.dtype == "bfloat16" else 4
     tokens = max(config.batch.max_tokens_per_microbatch, config.max_model_len)
-    forward = tokens * _layer_bytes(size, width) + int(config.policy.logprob_memory_gib * GIB)
-    gathered = 2 * size.largest * width if stage == 3 and world_size > 1 else 0
+    forward = tokens * _layer_bytes(model, width) + int(config.policy.logprob_memory_gib * GIB)
+    gathered = 2 * model.largest_parameter * width if stage == 3 and world_size > 1 else 0
     if config.policy.gradient_checkpointing:
-        checkpointed = -(-size.num_layers // config.policy.gradient_checkpointing_every)
-        kept = size.num_layers - checkpointed + 2  # two blocks' activations while one is computed again
-        saved = checkpointed * size.hidden * width * tokens + kept * tokens * _layer_bytes(size, width)
+        checkpointed = -(-len(model.windows) // config.policy.gradient_checkpointing_every)
+        kept = len(model.windows) - checkpointed + 2  # two blocks' activations while one is computed again
+        saved = checkpointed * model.hidden * width * tokens + kept * tokens * _layer_bytes(model, width)
     else:
-        saved = (size.num_layers + 1) * tokens * _layer_bytes(size, width)
+        saved = (len(model.windows) + 1) * tokens * _layer_bytes(model, width)
     # The head: a tile of logits, hidden states of targets and their gradient, that in fp32 and a tile's part of it, the
     # weight's gradient.
-    head = int(config.policy.logprob_memory_gib * GIB) + tokens * size.hidden * (3 * width + 8) + (
-        width * size.vocabulary * size.hidden)
+    head = int(config.policy.logprob_memory_gib * GIB) + tokens * model.hidden * (3 * width + 8) + (
+        width * model.vocabulary * model.hidden)
     buckets = 2 * _reduce_bucket(config) * width if stage in (1, 2) else 0
     context = {"context": CONTEXT_BYTES}
-    staging = (min(max(config.weight_sync.bucket_mib * 2**20, size.largest * width), size.num_elements * width)
-               if stage == 3 else 0)
+    bucket = max(config.weight_sync.bucket_mib * 2**20, model.largest_parameter * width)
+    staging = min(bucket, model.num_parameters * width) if stage == 3 else 0
     return {
-        "rollout": {"engine's work": _engine_work(config, size)} | context,
+        "rollout": {"engine's work": _engine_work(config, model)} | context,
         "reference": {"activations": forward + gathered} | context,
         "train": {"activations": saved + head + gathered, "reduce buckets": buckets} | context,
         "sync": {"staging": staging} | context,
     }
 
 
-def _layer_bytes(size: ModelSize, width: int) -> int:
+def _layer_bytes(model: ModelShape, width: int) -> int:
     """Activations of one block that its backward reads, bytes a token: norms (upcast to fp32), projections and their
     rotary forms, attention, the gated MLP."""
-    heads = size.query_width + size.key_width
-    return (size.hidden * (2 * (4 + 2 * width) + width) + heads * (4 + 5 * width) + size.key_width * width
-            + 4 * width * size.intermediate)
+    heads = model.query_width + model.key_width
+    return (model.hidden * (2 * (4 + 2 * width) + width) + heads * (4 + 5 * width) + model.key_width * width
+            + 4 * width * model.intermediate)
 
 
-def _engine_work(config: Config, size: ModelSize) -> int:
+def _engine_work(config: Config, model: ModelShape) -> int:
     """vLLM's activations and logits at its largest batch, by its defaults."""
     tokens = int(config.vllm.get("max_num_batched_tokens") or 16384)
     rows = int(config.vllm.get("max_num_seqs") or 1024)
     width = 2 if config.model.dtype == "bfloat16" else 4
     t = config.rollout.tensor_parallel_size
-    return tokens * (4 * size.hidden + 3 * size.intermediate // t) * width + rows * size.vocabulary * 4 * 2
+    return tokens * (4 * model.hidden + 3 * model.intermediate // t) * width + rows * model.vocabulary * 4 * 2
 
 
 def _reduce_bucket(config: Config) -> int:

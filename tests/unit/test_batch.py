@@ -175,8 +175,8 @@ def test_case_01_targets_of_a_step_do_not_depend_on_the_layout(completion, num_r
 
 # Shared prompts. ------------------------------------------------------------------------------------------------------
 
-QWEN_1_7B = ModelShape(linear_parameters=28 * 50_331_648, head_parameters=151936 * 2048, attention_width=2048,
-                       windows=(None,) * 28)
+QWEN_1_7B = ModelShape(linear_parameters=28 * 50_331_648, windows=(None,) * 28, query_width=2048, vocabulary=151936,
+                       hidden=2048)
 
 
 def group_of(completion, lengths, prompt=(5, 6, 7), group=0):

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from spmd_rl.flops import Flops, ModelShape, peak_tflops, seen_pairs
 from spmd_rl.model import shape
 
-SMALL = ModelShape(linear_parameters=10, last_parameters=2, head_parameters=7, attention_width=3, windows=(None, 4))
+SMALL = ModelShape(linear_parameters=10, last_parameters=2, windows=(None, 4), query_width=3, vocabulary=7, hidden=1)
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 9, 100])
@@ -48,7 +48,7 @@ def test_passes_by_hand():
     (512, 1024, 8, 1.32), (2048, 2048, 8, 1.58), (8192, 1024, 8, 3.81), (8192, 1024, 16, 4.77), (16384, 1024, 8, 4.89)])
 def test_ceilings_of_1_7b(prompt, completion, size, ceiling):
     """The arithmetic of copies over that of a shared prompt."""
-    large = ModelShape(28 * 50_331_648, 28 * 6144 * 2048, 151936 * 2048, 2048, (None,) * 28)
+    large = ModelShape(28 * 50_331_648, 28 * 6144 * 2048, (None,) * 28, 2048, vocabulary=151936, hidden=2048)
     lengths = [completion] * size
     ratio = large.of_copies(prompt, lengths).training(1) / large.of(prompt, lengths).training(1)
     assert ratio == pytest.approx(ceiling, abs=0.006)
@@ -66,8 +66,13 @@ def test_shape_is_the_models(model_folder, family, tied):
     products = sum(counted[op] for op in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm) if op in counted)
     wanted = 2 * (found.linear_parameters + found.head_parameters) * length
     assert wanted == pytest.approx(products, rel=0.01)  # rotary angles are a product too
-    assert found.attention_width == 4 * 8
+    assert found.query_width == 4 * 8
     assert found.windows == ((32, None) if family == "gemma3" else (None, None))
+    assert (found.vocabulary, found.hidden) == tuple(model.lm_head.weight.shape)
+    assert (found.key_width, found.intermediate) == (model.model.layers[0].self_attn.k_proj.out_features,
+                                                     model.model.layers[0].mlp.up_proj.out_features)
+    counts = [p.numel() for p in model.parameters()]  # a tied one once
+    assert (found.num_parameters, found.largest_parameter) == (sum(counts), max(counts))
 
 
 @pytest.mark.parametrize("name, peak", [("NVIDIA H200", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 80GB HBM3", 989),
@@ -91,4 +96,4 @@ def test_shape_of_other_architectures(model_type):
     counted = counter.get_flop_counts()["Global"]
     products = sum(counted.get(op, 0) for op in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm))
     assert 2 * (found.linear_parameters + found.head_parameters) * length == pytest.approx(products, rel=0.01)
-    assert found.attention_width == 32 and found.windows in ((None,) * 2, (config.to_dict().get("sliding_window"),) * 2)
+    assert found.query_width == 32 and found.windows in ((None,) * 2, (config.to_dict().get("sliding_window"),) * 2)

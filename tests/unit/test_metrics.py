@@ -132,8 +132,8 @@ def strict(text):
 
 @pytest.mark.parametrize("value, name", [(math.inf, "Infinity"), (-math.inf, "-Infinity"), (math.nan, "NaN")])
 def test_what_json_has_no_number_for_is_its_name(tmp_path, capsys, value, name):
-    """grad_norm of a skipped step, say: every line is strict JSON, and the value comes back as a float; bare names, which
-    earlier versions wrote, are read too. The other sinks take it as it is."""
+    """grad_norm of a skipped step, say: every line is strict JSON, and the value comes back as a float; bare names,
+    which earlier versions wrote, are read too. The other sinks take it as it is."""
     config = MetricsConfig()
     sinks = make_sinks(config, str(tmp_path), 2, 0, {})
     for sink in sinks:

@@ -3,12 +3,13 @@
 import pytest
 
 from spmd_rl.config import Config, ConfigError
+from spmd_rl.flops import ModelShape
 from spmd_rl.offload import Tenant
-from spmd_rl.plan import ENGINE, GIB, PHASES, POLICY, ModelSize, make_plan
+from spmd_rl.plan import ENGINE, GIB, PHASES, POLICY, make_plan
 
 # 10 layers of width 1000 with 100 M parameters: sizes by hand are round.
-SIZE = ModelSize(num_elements=100_000_000, largest=20_000_000, num_layers=10, hidden=1000, intermediate=3000,
-                 query_width=1000, key_width=500, vocabulary=20_000)
+SHAPE = ModelShape(num_parameters=100_000_000, largest_parameter=20_000_000, windows=(None,) * 10, hidden=1000,
+                   intermediate=3000, query_width=1000, key_width=500, vocabulary=20_000)
 MB = 10**6
 
 
@@ -21,7 +22,7 @@ def config(**sections):
 
 
 def tenants(world_size=1, **sections):
-    return make_plan(config(**sections), SIZE, world_size, 100 * GIB).tenants
+    return make_plan(config(**sections), SHAPE, world_size, 100 * GIB).tenants
 
 
 @pytest.mark.parametrize("stage, weights, masters, moments, gradients", [
@@ -47,25 +48,25 @@ def test_what_lives_elsewhere_or_is_not_there_takes_nothing():
     assert found[Tenant.REFERENCE] == 200 * MB
     offloaded = config()
     offloaded.deepspeed = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
-    found = make_plan(offloaded, SIZE, 1, 100 * GIB).tenants
+    found = make_plan(offloaded, SHAPE, 1, 100 * GIB).tenants
     assert found[Tenant.MASTERS] == found[Tenant.MOMENTS] == found[Tenant.GRADIENTS] == 0
     none = config()
     none.deepspeed = {"zero_optimization": {"offload_optimizer": {"device": "none"}}}
-    assert make_plan(none, SIZE, 1, 100 * GIB).tenants == tenants()
+    assert make_plan(none, SHAPE, 1, 100 * GIB).tenants == tenants()
 
 
 def test_the_engine_takes_its_share():
     """Weights, work and KV cache together are gpu_memory_utilization of the device; or the cache is as said."""
-    plan = make_plan(config(rollout={"gpu_memory_utilization": 0.4}), SIZE, 1, 100 * GIB)
+    plan = make_plan(config(rollout={"gpu_memory_utilization": 0.4}), SHAPE, 1, 100 * GIB)
     row = plan.row("rollout")
     assert row["engine weights"] + row["KV cache"] + row["engine's work"] == pytest.approx(40 * GIB, abs=2)
-    plan = make_plan(config(rollout={"kv_cache_gib": 7.5}), SIZE, 1, 100 * GIB)
+    plan = make_plan(config(rollout={"kv_cache_gib": 7.5}), SHAPE, 1, 100 * GIB)
     assert plan.tenants[Tenant.KV_CACHE] == 7.5 * GIB
 
 
 def test_auto_keeps_all_where_it_fits():
     """A small model beside 40 % of a large device."""
-    plan = make_plan(config(rollout={"gpu_memory_utilization": 0.4}), SIZE, 1, 100 * GIB)
+    plan = make_plan(config(rollout={"gpu_memory_utilization": 0.4}), SHAPE, 1, 100 * GIB)
     assert plan.residents == frozenset(Tenant) and not plan.engine_sleeps and plan.host_bytes == 0
     assert "all of it stays" in list(plan.lines())[-1]
 
@@ -74,7 +75,7 @@ def test_auto_moves_the_least_that_it_must():
     """At 97 % for the engine nothing else stays; a little below, what fits, and never more than fits."""
     before = -1
     for share in (0.9, 0.85, 0.8, 0.5):
-        plan = make_plan(config(rollout={"gpu_memory_utilization": share}), SIZE, 1, 24 * GIB)
+        plan = make_plan(config(rollout={"gpu_memory_utilization": share}), SHAPE, 1, 24 * GIB)
         kept = sum(plan.tenants[t] for t in POLICY if t in plan.residents)
         assert kept >= before
         before = kept
@@ -84,18 +85,18 @@ def test_auto_moves_the_least_that_it_must():
 
 def test_always_and_never():
     """The two ends, whatever would fit."""
-    plan = make_plan(config(memory={"swap": "always"}), SIZE, 1, 100 * GIB)
+    plan = make_plan(config(memory={"swap": "always"}), SHAPE, 1, 100 * GIB)
     assert not plan.residents and plan.engine_sleeps
     # Everything of the policy is pinned but scratch, which has no bytes worth keeping.
     assert plan.host_bytes == sum(plan.tenants[t] for t in POLICY if t is not Tenant.SCRATCH)
-    plan = make_plan(config(memory={"swap": "never"}), SIZE, 1, 100 * GIB)
+    plan = make_plan(config(memory={"swap": "never"}), SHAPE, 1, 100 * GIB)
     assert plan.residents >= ENGINE and not plan.engine_sleeps
 
 
 def test_without_a_device_nothing_moves_by_itself():
     """On CPU ranks auto has nothing to gain."""
-    assert make_plan(config(), SIZE, 1, None).residents == frozenset(Tenant)
-    assert not make_plan(config(memory={"swap": "always"}), SIZE, 1, None).residents
+    assert make_plan(config(), SHAPE, 1, None).residents == frozenset(Tenant)
+    assert not make_plan(config(memory={"swap": "always"}), SHAPE, 1, None).residents
 
 
 @pytest.mark.parametrize("sections, phase, remedy", [
@@ -107,14 +108,14 @@ def test_without_a_device_nothing_moves_by_itself():
 def test_what_cannot_fit_is_refused_with_what_would(sections, phase, remedy):
     """The phase, its numbers, and the settings to change; nothing is loaded before."""
     with pytest.raises(ConfigError) as caught:
-        make_plan(config(**sections), SIZE, 1, 40 * GIB)
+        make_plan(config(**sections), SHAPE, 1, 40 * GIB)
     text = str(caught.value)
     assert text.startswith(f"the {phase} phase needs about") and "which has 40.0" in text and remedy in text
 
 
 def test_the_table_adds_up():
     """Each column's last line is the sum of those above it."""
-    plan = make_plan(config(loss={"beta": 0.1}, memory={"swap": "always"}), SIZE, 2, 100 * GIB)
+    plan = make_plan(config(loss={"beta": 0.1}, memory={"swap": "always"}), SHAPE, 2, 100 * GIB)
     head, *rows, total, _ = [line.rsplit(None, 4) for line in plan.lines()]
     assert head[1:] == ["rollout", "reference", "train", "sync"]
     for column in range(1, 5):
