@@ -124,7 +124,8 @@ def shape(lm: Any) -> ModelShape:
         windows=tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds),
         query_width=config.num_attention_heads * head_size,
         key_width=(getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head_size,
-        vocabulary=config.vocab_size, hidden=config.hidden_size, intermediate=config.intermediate_size,
+        vocabulary=config.vocab_size, hidden=config.hidden_size,
+        intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,  # GPT-2 has no name for it
         num_parameters=sum(sizes.values()), largest_parameter=max(sizes.values()))
 
 

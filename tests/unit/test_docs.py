@@ -2,13 +2,17 @@
 
 import json
 import re
+import typing
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from launching import load_tool
 
-from spmd_rl.config import Config, as_dict, parse
+from spmd_rl.config import AdvantagesConfig, Config, LossConfig, as_dict, parse
+from spmd_rl.losses import LOSSES, LossInputs, loss_metrics
+from spmd_rl.metrics import completion_metrics
 from spmd_rl.rewards import Rewards
 from spmd_rl.train import main
 
@@ -37,6 +41,39 @@ def test_the_readme_has_a_line_for_each_module():
     assert set(re.findall(r"^ +([a-z_]+)  ", tree, re.MULTILINE)) == modules
     table = (ROOT / "docs" / "architecture.md").read_text().split("| level | modules |")[1].split("\n\n")[0]
     assert set(re.findall(r"[a-z_]+", table)) == modules
+
+
+ALGORITHMS = ROOT / "docs" / "algorithms.md"
+CODE = re.compile(r"`([^`]+)`")
+
+
+def test_the_page_of_algorithms_has_every_option():
+    """Each field of the loss and the advantages is named, and each loss and each value of a field begins a row."""
+    text = ALGORITHMS.read_text()
+    first = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    named, rows = (set(re.findall(r"\w+", " ".join(CODE.findall(part)))) for part in (text, " ".join(first)))
+    assert set(LOSSES) <= rows
+    for section in (LossConfig, AdvantagesConfig):
+        for field, kind in typing.get_type_hints(section).items():
+            assert field in named, field
+            assert {value for value in typing.get_args(kind) if isinstance(value, str)} <= rows, field
+
+
+@pytest.mark.parametrize("loss_type", [*LOSSES])
+def test_the_page_of_algorithms_has_every_metric(completion, loss_type):
+    """What a step of any loss reports of itself has a line in the table of healthy runs."""
+    table = ALGORITHMS.read_text().split("| metric | healthy | sick |")[1]
+    prefix, named = "", set()
+    for name in (name for line in table.splitlines() if line.startswith("| `")
+                 for name in CODE.findall(line.split("|")[1])):
+        prefix = name.rpartition("/")[0] if "/" in name else prefix
+        named |= {name, f"{prefix}/{name}"}  # `clip_ratio/low_mean`, `high_mean`
+    one = torch.ones(1)
+    inputs = LossInputs(one, one, one, one, torch.zeros(1, dtype=torch.long), one, one, ref_logprobs_N=one)
+    found = set(loss_metrics(inputs, LossConfig(loss_type=loss_type, epsilon_high=5.0)))
+    found |= set(completion_metrics([completion([1], rewards=[1.0], reward=1.0)], ["<name>"]))
+    found |= {"loss", "grad_norm", "learning_rate", "optimizer/skipped_steps", "epoch", "resampling/rounds"}
+    assert found - named == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)

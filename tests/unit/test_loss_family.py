@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from spmd_rl.batch import StepTotals
-from spmd_rl.config import LossConfig
-from spmd_rl.losses import (LossInputs, importance_ratio, kl_estimate, loss_metrics, lowest_of_top, policy_loss,
-                            quantile, sampler_weights)
+from spmd_rl.checks import validate
+from spmd_rl.config import Config, ConfigError, LossConfig
+from spmd_rl.losses import (LOSSES, Loss, LossInputs, importance_ratio, kl_estimate, loss_metrics, lowest_of_top,
+                            policy_loss, quantile, sampler_weights, sequence_mean)
 
 E = math.e
 
@@ -112,22 +113,30 @@ def test_kl_cannot_overflow(estimator, gap):
     assert math.isfinite(found.item()) and math.isfinite(logprobs.grad.item())
 
 
-def test_bias_corrected_k3_has_the_reverse_kls_gradient():
-    """Exactly: over all tokens of a distribution, the gradient of E[ratio * k3] at the policy is that of KL(pi || ref).
-
-    The plain k3's gradient is another one, the forward KL's.
-    """
+@pytest.mark.parametrize("estimator, corrected, wanted", [
+    ("k1", False, "zero"), ("k1", True, "reverse"), ("k2", False, "reverse"), ("k2", True, "of mean k2"),
+    ("k3", False, "forward"), ("k3", True, "reverse")])
+def test_the_gradient_that_belongs_to_an_estimator(estimator, corrected, wanted):
+    """The table of docs/algorithms.md, exactly: over all tokens of a distribution, through the loss itself (ratio 1,
+    each token as often as the policy has it), and told from the others by far."""
     logits = torch.tensor([0.3, -0.2, 1.0], dtype=torch.float64, requires_grad=True)
     reference = torch.log_softmax(torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64), -1)
     policy = torch.log_softmax(logits, -1)
-    wanted, = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)
-    probabilities = policy.exp().detach()
-    k3 = kl_estimate(policy, reference, "k3")
-    ratio = (policy - policy.detach()).exp()
-    found, = torch.autograd.grad((probabilities * ratio * k3).sum(), logits, retain_graph=True)
-    plain, = torch.autograd.grad((probabilities * k3).sum(), logits)
-    assert found.tolist() == pytest.approx(wanted.tolist(), abs=1e-12)
-    assert (plain - wanted).abs().max() > 0.1
+    found = {"zero": 0 * logits.sum(), "reverse": (policy.exp() * (policy - reference)).sum(),
+             "forward": (reference.exp() * (reference - policy)).sum(),
+             "of mean k2": (policy.exp() * (policy - reference) ** 2 / 2).sum()}
+    gradients = {name: torch.autograd.grad(kl, logits, retain_graph=True)[0] for name, kl in found.items()}
+    zeros = torch.zeros(3, dtype=torch.float64)
+    config = config_of(beta=1.0, kl_estimator=estimator, use_bias_correction_kl=corrected)
+    total = zeros.sum()
+    for token, probability in enumerate(policy.exp().tolist()):
+        one = torch.ones(1, dtype=torch.float64)
+        inputs = LossInputs(policy[token:token + 1], policy[token:token + 1].detach(), zeros[:1], zeros[:1],
+                            torch.tensor([0]), one, zeros[:1], ref_logprobs_N=reference[token:token + 1])
+        total = total + probability * policy_loss(inputs, config, StepTotals(1, 1), 8)
+    gradient, = torch.autograd.grad(total, logits)
+    assert gradient.tolist() == pytest.approx(gradients.pop(wanted).tolist(), abs=1e-12)
+    assert all((gradient - other).abs().max() > 0.05 for other in gradients.values())
 
 
 @pytest.mark.parametrize("corrected, gradient", [(False, 1 - 1 / E), (True, 1 - 1 / E + 1 / E)])
@@ -238,3 +247,26 @@ def test_no_ratio_overflows(loss_type, gap):
                                            importance_sampling_mode="token_truncate"), StepTotals(1, 1), 8)
     found.backward()
     assert math.isfinite(found.item()) and math.isfinite(logprobs.grad.item())
+
+
+def test_a_new_loss_is_an_entry_of_the_table(monkeypatch):
+    """Nothing else has to know it: the checks take it, it has weights and clip metrics of its own, and goes with KL,
+    entropy bonus and the sampler's weights. Squared log-probs over the completions: ((1 + 4) / 2 + 9) / 2."""
+    def squares(inputs, config):
+        return inputs.logprobs_N.square()
+
+    monkeypatch.setitem(LOSSES, "squares", Loss(squares, sequence_mean, lambda ratio_N, advantages_N, config: {
+        "above_one": (ratio_N > 1).float()}))
+    config = Config(loss=LossConfig(loss_type="squares"))
+    config.model.path, config.data.train = "somewhere", "org/prompts"
+    validate(config, 1)
+    config.loss.delta = 3.0
+    with pytest.raises(ConfigError, match="squares has no clip"):
+        validate(config, 1)
+    inputs = make([0.0, -1.0, -2.0], [1.0] * 3, [0, 0, 1], ref=[-2.0] * 3, entropy=[1.0] * 3)
+    value, gradient = value_and_gradient(inputs, config_of(loss_type="squares"), StepTotals(3, 2))
+    assert (value, gradient) == (pytest.approx(5.75), pytest.approx([-0.5, -1.0, -3.0]))
+    found = loss_metrics(inputs, config.loss)
+    assert "above_one" in found and "clip_ratio/region_mean" not in found
+    more = LossConfig(loss_type="squares", beta=0.1, entropy_coef=0.1, importance_sampling_mode="token_truncate")
+    assert math.isfinite(policy_loss(inputs, more, StepTotals(3, 2), 8).item())
