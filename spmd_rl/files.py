@@ -1,8 +1,11 @@
 """Files that are whole or not there: written under another name, synced to disk, then renamed."""
 
+import contextlib
 import hashlib
 import os
 import shutil
+from collections.abc import Iterator
+from typing import TextIO
 
 WRITING = ".writing"
 REPLACED = ".replaced"
@@ -18,6 +21,16 @@ def replace_folder(folder: str) -> None:
     os.rename(folder + WRITING, folder)
     sync_to_disk(os.path.dirname(os.path.abspath(folder)))
     shutil.rmtree(folder + REPLACED, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def replacing(path: str) -> Iterator[TextIO]:
+    """A file to write text to, which takes the place of `path` once it is whole and on disk: an error, a full disk or a
+    kill before that leaves the older one as it was."""
+    with open(path + WRITING, "w", encoding="utf-8") as file:
+        yield file
+    sync_to_disk(path + WRITING)
+    os.replace(path + WRITING, path)
 
 
 def files_below(folder: str) -> list[str]:

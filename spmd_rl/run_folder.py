@@ -13,7 +13,7 @@ from typing import Any, TextIO
 import yaml
 
 from spmd_rl.config import Config, ConfigError, as_dict
-from spmd_rl.files import WRITING, files_below, sha256, sync_to_disk
+from spmd_rl.files import WRITING, files_below, replacing, sha256, sync_to_disk
 
 METRICS, CONFIG, MEMORY = "metrics.jsonl", "config.yaml", "memory.jsonl"
 CHECKPOINTS, ROLLOUTS = "checkpoints", "rollouts"
@@ -196,10 +196,10 @@ def open_folder(config: Config, checkpoint: str | None) -> str:
     elif has_run(folder):
         _set_aside(folder, [name for name in os.listdir(folder) if OWN_NAMES.fullmatch(name)])
     if checkpoint is not None:
-        metrics = os.path.join(folder, METRICS)
-        shutil.copyfile(os.path.join(checkpoint, METRICS), metrics + WRITING)
-        os.replace(metrics + WRITING, metrics)
-    with open(os.path.join(folder, CONFIG), "w", encoding="utf-8") as file:
+        with (open(os.path.join(checkpoint, METRICS), encoding="utf-8") as history,
+              replacing(os.path.join(folder, METRICS)) as file):
+            shutil.copyfileobj(history, file)
+    with replacing(os.path.join(folder, CONFIG)) as file:
         yaml.safe_dump(as_dict(config), file, sort_keys=False)
     return folder
 

@@ -12,6 +12,7 @@ from collections import deque
 from typing import Any, Protocol
 
 from spmd_rl.config import ConfigError, MetricsConfig
+from spmd_rl.files import replacing
 
 Sample = dict[str, Any]
 """A completion for a reader: prompt, completion, rewards and what else `metrics.as_samples` gives."""
@@ -44,7 +45,7 @@ class JsonLines:
         self._samples = os.path.join(folder, SAMPLES)
         if os.path.exists(self._samples):
             kept = [sample for sample in read_lines(self._samples) if sample["step"] <= steps_done]
-            with open(self._samples, "w", encoding="utf-8") as file:
+            with replacing(self._samples) as file:
                 file.writelines(_line(sample) for sample in kept)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:

@@ -17,6 +17,7 @@ from spmd_rl.checks import sampler_differences
 from spmd_rl.config import Config, ConfigError, parse
 from spmd_rl.evaluate import evaluate, first_accuracy
 from spmd_rl.export import export
+from spmd_rl.files import replacing
 from spmd_rl.job import Inputs, Job, arithmetic, load_inputs, memory_plan
 from spmd_rl.mesh import Mesh, Ranks, check_device, device_bytes, leave, say_error, say_once
 from spmd_rl.offload import Tenant
@@ -181,7 +182,7 @@ def _save(job: Job) -> None:
 def _summarise(job: Job, accuracy: float | None) -> None:
     progress = job.progress
     for path in job.mesh.on_main(lambda: [os.path.join(job.config.run.output_dir, "summary.json")]):
-        with open(path, "w", encoding="utf-8") as file:
+        with replacing(path) as file:
             json.dump({"accuracy_before": progress.accuracy_before, "accuracy_after": accuracy,
                        "train_seconds": round(progress.train_seconds, 2), "steps": progress.step}, file, indent=1)
 

@@ -60,9 +60,10 @@ def one_step(parts, number):
 
 
 def bits(policy):
-    """{place: bytes} of every storage, and of the whole weights."""
+    """{place: bytes} of every storage, of what a checkpoint would have, and of the whole weights."""
     found = {f"{tenant.value} {i}": bytes_of(storage) for tenant, storages in policy.storages().items()
              if tenant is not Tenant.SCRATCH for i, storage in enumerate(storages)}
+    found |= {piece.key: piece.tensor.detach().clone() for piece in policy.pieces()}
     return found | {name: tensor.clone() for name, tensor in policy.full_weights(2**20)}
 
 

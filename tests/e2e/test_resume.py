@@ -47,8 +47,8 @@ class Runs:
         # From here on saves are written beside the steps.
         arguments = ["--config", str(self.config), "--run.output_dir", str(self.folders["stopped"]),
                      "--checkpoint.background", "true"]
-        self.finished["stopped"] = script(["launch/torchrun.sh", *arguments],
-                                          env={"RANKS": "2", "INTERRUPT": "2:1:USR1", "CUDA_VISIBLE_DEVICES": ""})
+        self.finished["stopped"] = script(["launch/torchrun.sh", *arguments], env={
+            "RANKS": "2", "INTERRUPT": "2:1:USR1", "AGAIN": "TERM", "CUDA_VISIBLE_DEVICES": ""})
         self.after_stop = (rows_of(self.folders["stopped"]), self.checkpoints())
         shutil.copytree(self.folders["stopped"], self.folders["moved"])
         self.finished["resumed"] = self.start("stopped", "0:0:TERM", "--checkpoint.background", "true").succeeded()
@@ -93,10 +93,12 @@ def test_case_58_a_killed_run_leaves_whole_checkpoints(runs):
 
 
 def test_a_signal_to_one_rank_ends_all_after_the_step(runs):
-    """Noted in step 5, on one rank only: the step is finished, saved, and every rank and the launcher leave with 75."""
+    """Noted in step 5, on one rank only: the step is finished, saved, and every rank and the launcher leave with 75.
+    SIGTERM to each rank and to the launcher in the middle of that save, and SIGUSR2, change nothing."""
     output = runs.finished["stopped"].output
     assert runs.after_stop[1][0] == "step-5" and runs.after_stop[0][-1]["step"] == 5
     assert "SIGUSR1: the run ends after this step" in output and f"ended after step 5 of {NUM_STEPS}" in output
+    assert output.count("TERM to ") >= 4 and output.count("the run ends after this step") == 2  # once a rank
     assert runs.finished["stopped"].returncode == 75, output
     assert "Traceback" not in output and "failed in phase" not in output
 

@@ -41,6 +41,21 @@ def test_moving_changes_no_metric_and_no_weight(runs):
         assert all(moved[key].equal(stayed[key]) for key in stayed)
 
 
+def test_a_checkpoint_of_states_that_are_away_has_the_same_tensors(runs):
+    """Saved between two steps, where masters and moments have left: every piece, the reference's among them, has the
+    bytes and the place of the run in which they never leave."""
+    def pieces(swap, step):
+        paths = [*(runs / swap / "checkpoints" / f"step-{step}").glob("*/*.safetensors")]
+        assert {path.parent.name for path in paths} == {"policy", "reference"}
+        return {(path.parent.name, path.name, name): tensor for path in paths for name, tensor in
+                load_file(path).items()}
+
+    for step in (2, 3):
+        moved, stayed = pieces("always", step), pieces("never", step)
+        assert moved.keys() == stayed.keys() and len({kind.split("/")[0] for *_, kind in stayed}) >= 4
+        assert all(moved[key].equal(stayed[key]) for key in stayed)
+
+
 def test_moves_are_reported(runs):
     """Bytes both ways in each step after the first, which had no moments yet; nothing where nothing moves."""
     steps = [row for row in rows_of(runs / "always") if "timing/step" in row]

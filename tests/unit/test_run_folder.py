@@ -1,13 +1,16 @@
 """What a run finds in its folder: earlier runs, checkpoints by number, whole ones and broken ones."""
 
+import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 import yaml
 
-from spmd_rl import run_folder
+from spmd_rl import run_folder, sinks
 from spmd_rl.config import Config, ConfigError, as_dict
+from spmd_rl.sinks import JsonLines
 
 FAULTS = {
     "truncated": (lambda path: os.truncate(path / "policy" / "b.pt", 2), "policy/b.pt has 2 bytes, not 4"),
@@ -189,6 +192,38 @@ def test_a_run_that_goes_on_has_its_metrics_up_to_the_checkpoint(config, tmp_pat
     assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
     assert names_in(folder / "checkpoints") == ["step-1", "step-2"]
     assert names_in(folder / "earlier-1" / "checkpoints") == ["step-3"]
+
+
+@pytest.mark.parametrize("what", ["config", "metrics", "samples"])
+def test_a_start_that_is_cut_off_loses_nothing(config, monkeypatch, what):
+    """A full disk, or a kill, in the middle of writing: the files of the run that was to go on are whole or as they
+    were. With half a config the next start would be refused as another run's."""
+    folder = Path(config.run.output_dir)
+    checkpoint = make_checkpoint(folder, 2)
+    (folder / "completions.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    before = {name: (folder / name).read_bytes() for name in ("config.yaml", "metrics.jsonl", "completions.jsonl")}
+
+    def full(content, file, **kwargs):
+        file.write("half")
+        file.flush()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(run_folder.yaml, "safe_dump", full)
+        if what == "metrics":
+            patch.setattr(run_folder.shutil, "copyfileobj", full)
+        if what == "samples":
+            patch.setattr(sinks, "_line", lambda row: full(row, open(folder / "completions.jsonl.writing", "a")))
+            JsonLines(str(folder), 2)
+        run_folder.open_folder(config, str(checkpoint))
+    if what == "config":
+        before["metrics.jsonl"] = b'{"step": 1}\n{"step": 2}\n'  # replaced before it, by a whole one
+    assert {name: (folder / name).read_bytes() for name in before} == before
+    run_folder.check(config)
+    run_folder.open_folder(config, str(checkpoint))
+    JsonLines(str(folder), 2).close()
+    assert len((folder / "completions.jsonl").read_text().splitlines()) == 2
+    assert not any(name.endswith(".writing") for name in names_in(folder))
 
 
 def test_a_run_may_go_on_from_another_folders_checkpoint(config, tmp_path):
