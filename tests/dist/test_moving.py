@@ -10,6 +10,7 @@ from launching import ROOT, Once, torchrun
 
 WORKER = str(ROOT / "tests" / "dist" / "worker_offload.py")
 STAGES = [0, 1, 2, 3]
+RANKS = [pytest.param(1, marks=pytest.mark.long), 2]
 
 
 def cell(stage, dtype="bfloat16", optimizer="adamw", offload_optimizer=False, reference=False):
@@ -36,7 +37,7 @@ def moved(models, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", TWINS)
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", RANKS)
 def test_moving_changes_no_bit(moved, num_ranks, name):
     """Two parameter groups, ragged rows; moved before, between and after 4 steps, in whole and by tenant."""
     for found in moved(num_ranks)[name]:
@@ -45,7 +46,7 @@ def test_moving_changes_no_bit(moved, num_ranks, name):
 
 
 @pytest.mark.parametrize("name", TWINS)
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", RANKS)
 def test_nothing_is_left_on_the_device(moved, num_ranks, name):
     """Every storage of the tenants that left has 0 bytes, and each tenant is there again afterwards."""
     for found in moved(num_ranks)[name]:
@@ -63,7 +64,7 @@ def test_a_move_that_fails_half_way_is_made_good(moved, name):
 
 
 @pytest.mark.parametrize("name", REFERENCES)
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", RANKS)
 def test_a_forward_only_engine_moves(moved, num_ranks, name):
     """DeepSpeed's own calls assert there: case 48."""
     for found in moved(num_ranks)[name]:

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from phases import saved_in_phases
 
-from spmd_rl import run_folder
 from spmd_rl import step as step_module
 from spmd_rl.batch import Completion, pack
-from spmd_rl.checkpoint import Progress, Saver
+from spmd_rl.checkpoint import Saver
 from spmd_rl.config import parse
 from spmd_rl.job import load_inputs, memory_plan, storages
 from spmd_rl.losses import clipped_surrogate
@@ -28,12 +28,11 @@ from spmd_rl.memory import MOVABLE, Memory
 from spmd_rl.mesh import Mesh, leave
 from spmd_rl.metrics import Metrics
 from spmd_rl.model import load_hf_config
-from spmd_rl.offload import HostMemory, Tenant
+from spmd_rl.offload import HostMemory
 from spmd_rl.policy import Policy, Reference
 from spmd_rl.prompts import PromptSampler
 from spmd_rl.rollout import Rollout, Sampling
 from spmd_rl.step import Parts
-from spmd_rl.train import SAVED
 from spmd_rl.weight_sync import WeightSync
 
 FIXED_SEED = 5
@@ -335,34 +334,17 @@ def cell_uneven_engines(bench):
 
 
 def cell_save_phases(bench):
-    """Checksums of the policy's files saved in rollout, with the states away, in train, where they have just come back,
-    with the engine's weights awake alone, and in rollout beside the work that follows."""
+    """The same policy saved in each phase."""
     parts = bench.parts(2)
     step_module.sync(parts)
     step_module.train_step(parts, 0)
-    parts.config.checkpoint.keep = 4
-    saver = Saver(parts.config, bench.mesh, parts.policy, None)
     for folder in bench.mesh.on_main(lambda: [Path(parts.config.run.output_dir)]):
         folder.mkdir(exist_ok=True)
         (folder / "metrics.jsonl").write_text("")
     bench.mesh.barrier()
-    away = []
-    for number, phase in enumerate(("rollout", "train", "sync", "rollout"), 1):
-        if number == 4:
-            parts.config.checkpoint.background = True
-            step_module.sync(parts)
-        parts.memory.enter(phase)
-        away.append(sum(storage.nbytes() for storage in parts.policy.storages()[Tenant.MASTERS]) == 0)
-        with parts.memory.holding(SAVED):
-            saver.save(Progress(number))
-        step_module.sync_again(parts)
-    saver.finish()
-    state = bench.rollout.state.name
+    found = saved_in_phases(parts, Saver(parts.config, bench.mesh, parts.policy, None))
     bench.drop(parts)
-    manifests = [json.loads(Path(run_folder.checkpoint_path(parts.config.run.output_dir, number), "manifest.json")
-                            .read_text())["files"] for number in range(1, 5)]
-    return {"state": state, "away": away, "files": [{name: entry["sha256"] for name, entry in files.items()
-                                                     if name.startswith("policy/")} for files in manifests]}
+    return found
 
 
 def cell_old_cache(bench):

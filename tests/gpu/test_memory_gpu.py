@@ -74,8 +74,9 @@ def cycled(inputs, tmp_path_factory):
         run={"output_dir": str(folder / "run"), "max_steps": 2})
     worker = str(launching.ROOT / "tests" / "gpu" / "worker_memory.py")
     (folder / "run").mkdir()
+    path = os.pathsep.join([str(launching.ROOT), str(launching.ROOT / "tests" / "dist")])
     launching.run([worker, str(config), str(folder / "found.json"), str(CYCLES)],
-                  env={"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}).succeeded()
+                  env={"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512", "PYTHONPATH": path}).succeeded()
     return json.loads((folder / "found.json").read_text())
 
 
@@ -95,6 +96,16 @@ def test_the_wrong_order_is_refused(cycled):
 def test_the_kv_cache_is_as_large_as_asked(cycled):
     """By GiB, within 5 %."""
     assert cycled["pool_gib"]["kv_cache"] == pytest.approx(8.0, rel=0.05)
+
+
+def test_saved_tensors_are_the_same_in_each_phase(cycled):
+    """With the states in pinned memory, just back, beside the engine's weights, or written beside the work that
+    follows: the same bytes, and the engine is ready for the next rollout."""
+    first, *others = cycled["saved"]["files"]
+    assert list(first) == ["policy/rank-0-0.safetensors"]
+    assert len(others) == 3 and all(other == first for other in others)
+    assert cycled["saved"]["state"] == "READY"
+    assert cycled["saved"]["away"][0] and not cycled["saved"]["away"][1]
 
 
 def test_nothing_grows(cycled):

@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 import torch
+from phases import saved_in_phases
 
 from spmd_rl.config import parse
 from spmd_rl.job import Job, load_inputs, memory_plan
 from spmd_rl.mesh import Mesh, leave
 from spmd_rl.rollout import Sampling
-from spmd_rl.step import sync
+from spmd_rl.step import sync, train_step
 
 GIB = 2**30
 
@@ -33,6 +34,7 @@ def used_gib():
 def main():
     config, _ = parse(["--config", sys.argv[1], "--model.dtype", "bfloat16"])
     inputs = load_inputs(config, 1)
+    inputs.rewards.start()
     mesh = Mesh(config.mesh, 1, config.run.seed)
     job = Job(config, mesh, inputs, memory_plan(config, inputs, 1, mesh.smallest_device_bytes()))
     memory = job.parts.memory
@@ -51,6 +53,8 @@ def main():
         memory.enter("rollout")
         found["greedy"].append(greedy(job))
     found["pool_gib"] = {tag: job.parts.rollout.pool_bytes(tag) / GIB for tag in ("weights", "kv_cache")}
+    train_step(job.parts, 0)  # makes the moments
+    found["saved"] = saved_in_phases(job.parts, job.saver)
     memory.enter("train")
     memory.wait_for_step()
     free, _ = torch.cuda.mem_get_info()
