@@ -6,7 +6,10 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l) || gpus=0
-if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | wc -l); fi
+# Set to nothing, or to -1, it hides them all.
+if [[ -v CUDA_VISIBLE_DEVICES ]]; then
+    gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep --count --invert-match --regexp='^-1$' --regexp='^$') || gpus=0
+fi
 ranks=${RANKS:-$gpus}
 [[ $ranks =~ ^[1-9][0-9]*$ ]] || { echo "torchrun.sh: no GPU found and RANKS is '${RANKS:-}': set RANKS" >&2; exit 2; }
 if ((gpus > 0 && ranks > gpus)); then

@@ -3,6 +3,9 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -221,3 +224,24 @@ def test_an_export_that_cannot_be_is_refused(model_folder, tmp_path, capsys):
     assert "policy/rank-1-0.safetensors has 100 bytes" in refused(str(tmp_path / "run"), "--output", "x")
     assert "no whole checkpoint: give the folder of a run" in refused(str(tmp_path), "--output", "x")
     assert sorted(os.listdir(tmp_path)) == ["elsewhere", "out", "run", "there"] and not os.path.exists("x")
+
+
+def test_the_commands_of_the_page_on_checkpoints_work(model_folder, tmp_path):
+    """Those of "By hand", as they are written: whether one is whole, another name to keep it, and a tensor of one."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md").read_text()
+    commands = page.split("## By hand")[1].split("```bash\n")[1].split("```")[0]
+    source = model_folder("qwen3")
+    masters = {name: p.detach() for name, p in AutoModelForCausalLM.from_pretrained(source).named_parameters()}
+    path = write_checkpoint(tmp_path / "runs" / "mine", source, "float32", masters)
+    for number in (40, 50):
+        shutil.copytree(path, path.with_name(f"step-{number}"))
+    (path.with_name("step-50") / "policy" / "rank-0-0.safetensors").unlink()
+    root = str(Path(__file__).resolve().parents[2])
+    env = os.environ | {"PYTHONPATH": root, "PATH": os.pathsep.join([str(Path(sys.executable).parent),
+                                                                    os.environ["PATH"]])}
+    done = subprocess.run(["bash", "-euc", commands], cwd=tmp_path, env=env, capture_output=True, text=True,
+                          timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    first, name, *values = done.stdout.split(maxsplit=2)
+    assert (first, name) == ("policy/rank-0-0.safetensors", "missing") and "tensor([" in values[0]
+    assert sorted(os.listdir(path.parent)) == ["step-40", "step-50.mine", "step-7"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SHOW = '#!/usr/bin/env bash\necho "gpus ${CUDA_VISIBLE_DEVICES:-all}: $*"\n'
+SHOW = '#!/usr/bin/env bash\necho "gpus ${CUDA_VISIBLE_DEVICES-all}: $*"\n'
 
 
 @pytest.fixture
@@ -31,7 +31,9 @@ def launch(tmp_path):
     (4, {}, "gpus all: --nproc-per-node=4"), (4, {"RANKS": "4"}, "gpus all: --nproc-per-node=4"),
     (4, {"RANKS": "2"}, "gpus 0,1: --nproc-per-node=2"), (8, {"CUDA_VISIBLE_DEVICES": "4,5,6"}, "gpus 4,5,6: 3"),
     (8, {"CUDA_VISIBLE_DEVICES": "4,5,6", "RANKS": "2"}, "gpus 4,5: --nproc-per-node=2"),
-    (0, {"RANKS": "2"}, "gpus all: --nproc-per-node=2")])
+    (0, {"RANKS": "2"}, "gpus all: --nproc-per-node=2"),
+    (8, {"CUDA_VISIBLE_DEVICES": "", "RANKS": "2"}, "gpus : --nproc-per-node=2"),  # hidden: CPU ranks
+    (8, {"CUDA_VISIBLE_DEVICES": "-1", "RANKS": "2"}, "gpus -1: --nproc-per-node=2")])
 def test_torchrun_starts_a_rank_a_gpu(launch, num_gpus, variables, shown):
     """All that are shown, or the first RANKS of them, which are then all that the ranks see."""
     done = launch("torchrun.sh", num_gpus, **variables)
@@ -45,7 +47,9 @@ JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4
 
 
 @pytest.mark.parametrize("script, variables, words", [
-    ("torchrun.sh", {}, "no GPU found and RANKS is ''"), ("torchrun.sh", {"RANKS": "two"}, "RANKS is 'two'"),
+    ("torchrun.sh", {}, "no GPU found and RANKS is ''"),
+    ("torchrun.sh", {"CUDA_VISIBLE_DEVICES": ""}, "no GPU found and RANKS is ''"),
+    ("torchrun.sh", {"RANKS": "two"}, "RANKS is 'two'"),
     ("torchrun.sh", {"CUDA_VISIBLE_DEVICES": "0,1", "RANKS": "3"}, "RANKS is 3, but this node shows 2 GPUs"),
     ("torchrun.sh", {"RANKS": "2", "SLURM_STEP_NUM_TASKS": "4"}, "srun started 4 tasks of it, 4 x 2 ranks"),
     ("srun_torchrun.sh", {}, "not inside of a SLURM job"), ("srun_direct.sh", {}, "not inside of a SLURM job"),
