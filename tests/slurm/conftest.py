@@ -25,7 +25,8 @@ ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller_port}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket
+# cred_expire is also how long a job that was put back waits: by default two minutes.
+AuthInfo=socket={folder}/munge/socket,cred_expire=15
 CryptoType=crypto/munge
 SlurmUser=root
 ProctrackType=proctrack/linuxproc
