@@ -220,6 +220,11 @@ def _check_loss(c: Config) -> None:
              "set it above 0 and at most 1")
     _require(loss.beta > 0 or loss.ref_model_sync_steps == 0, "loss.ref_model_sync_steps", loss.ref_model_sync_steps,
              "there is no reference with beta 0: set beta, or 0 here")
+    in_loss = loss.beta > 0 and loss.kl_in == "loss"
+    _require(not in_loss or loss.kl_estimator != "k2" or not loss.use_bias_correction_kl, "loss.use_bias_correction_kl",
+             True, "weighed by the ratio k2's gradient is no KL's: set it to false, or loss.kl_estimator k3")
+    _require(not in_loss or loss.kl_estimator != "k1" or loss.use_bias_correction_kl, "loss.kl_estimator", "k1",
+             "in the loss its gradient is 0 in the mean: set use_bias_correction_kl true, loss.kl_in reward, or k3")
     low, top = loss.importance_sampling_clip_min, loss.importance_sampling_clip_max
     _require(low is None or 0 <= low <= (top if top is not None else low), "loss.importance_sampling_clip_min", low,
              f"set it to 0 or more and at most importance_sampling_clip_max, {top}")

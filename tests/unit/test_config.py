@@ -320,6 +320,24 @@ def test_a_loss_that_cannot_be_meant_is_refused(good, name, value, message):
         validate(good, 1)
 
 
+@pytest.mark.parametrize("estimator, corrected, refused", [
+    ("k1", True, None), ("k1", False, "loss.kl_estimator is 'k1': .*0 in the mean.*kl_in reward"),
+    ("k2", True, "loss.use_bias_correction_kl is True: .*no KL's: set it to false"), ("k2", False, None),
+    ("k3", True, None), ("k3", False, None)])
+def test_a_kl_whose_gradient_is_none_is_refused(good, estimator, corrected, refused):
+    """In the loss; taken off a reward each is an estimate, and with beta 0 there is none."""
+    good.loss.kl_estimator, good.loss.use_bias_correction_kl = estimator, corrected
+    validate(good, 1)
+    good.loss.beta, good.loss.kl_in = 0.1, "reward"
+    validate(good, 1)
+    good.loss.kl_in = "loss"
+    if refused is None:
+        validate(good, 1)
+        return
+    with pytest.raises(ConfigError, match=refused):
+        validate(good, 1)
+
+
 @pytest.mark.parametrize("name", ["delta", "dual_clip"])
 @pytest.mark.parametrize("loss_type, is_good", [("dapo", True), ("grpo", True), ("dr_grpo", True), ("cispo", False),
                                                 ("sapo", False), ("my:loss", True)])
