@@ -127,3 +127,14 @@ def test_normalize_then_sum():
     found = normalize_then_sum(scores, [1.0, 1.0], [0, 0, 1, 1], epsilon=0.0)
     # Group 0: (-, +) and (+, -) cancel; group 1: (-, -) and (+, +) give -+ sqrt(2), whitened by std sqrt(4/3).
     assert found == pytest.approx([0.0, 0.0, -2 ** 0.5 / (4 / 3) ** 0.5, 2 ** 0.5 / (4 / 3) ** 0.5])
+
+
+def test_normalize_then_sum_weighs_and_leaves_out():
+    """Weights 2 and -1, no score of the second function for one completion, none at all for another.
+
+    Group 0, by function: [3, 1] -> +-r with r = 1 / sqrt(2), and [5, None] -> 0, 0. Group 1: [1, None] -> 0, 0, and
+    [2, None] -> 0, 0. Sums 2r, -2r, 0; the unscored one stands out: mean 0, std 2r over three.
+    """
+    scores = [[3.0, 5.0], [1.0, None], [1.0, 2.0], [None, None]]
+    found = normalize_then_sum(scores, [2.0, -1.0], [0, 0, 1, 1], epsilon=0.0)
+    assert found == pytest.approx([1.0, -1.0, 0.0, 0.0])

@@ -188,6 +188,35 @@ def test_mismatch_metrics():
     assert mean["sampling/masked_fraction"] == pytest.approx(1 / 3)
 
 
+@pytest.mark.parametrize("loss_type, wanted", [
+    # Ratios 4, 4, 1/2, 1/2 with advantages + - + -. cispo bounds at 3 and counts the first; a clip of [0.8, 1.2] takes
+    # the first and the last.
+    ("cispo", {"cispo_clip_ratio": 0.25}), ("sapo", {}),
+    *((name, {"clip_ratio/low_mean": 0.25, "clip_ratio/high_mean": 0.25, "clip_ratio/region_mean": 0.5})
+      for name in ("dapo", "grpo", "dr_grpo"))])
+def test_what_the_clip_does_is_counted(loss_type, wanted):
+    """By the loss's own rule, and under no name of another's."""
+    config = config_of(loss_type=loss_type, epsilon=0.2, epsilon_high=3.0 if loss_type == "cispo" else 0.2)
+    found = loss_metrics(make([LN4, LN4, -LN2, -LN2], [1.0, -1.0, 1.0, -1.0], [0, 1, 2, 3]), config)
+    mean = {name: float(total) / count for name, (total, count) in found.items() if "clip" in name}
+    assert mean == pytest.approx(wanted)
+    assert float(found["ratio"][0]) / found["ratio"][1] == pytest.approx((4 + 4 + 0.5 + 0.5) / 4)
+
+
+def test_sequence_ratios_are_counted_by_tokens():
+    """GSPO: log ratios log 2 and log 4 of one completion are (log 8) / 2 for both tokens, 2.83 and above 1.2; another
+    completion's token stays. Two of three tokens; the sampler's weights are 2 * 4 for both, and 1."""
+    inputs = make([LN2, LN4, 0.0], [1.0] * 3, [0, 0, 1], sampler=[-1 - LN2, -1 - LN4, -1.0])
+    config = LossConfig(loss_type="grpo", importance_sampling_level="sequence", importance_sampling_clip_max=None)
+    found = loss_metrics(inputs, config)
+    mean = {name: float(total) / count for name, (total, count) in found.items()}
+    assert mean["ratio"] == pytest.approx((2 * 8 ** 0.5 + 1) / 3)
+    assert mean["clip_ratio/high_mean"] == pytest.approx(2 / 3)
+    assert mean["sampling/importance_sampling_weight/mean"] == pytest.approx((8 + 8 + 1) / 3)
+    assert mean["sampling/importance_sampling_ratio/mean"] == pytest.approx((2 + 4 + 1) / 3)
+    assert mean["sampling/masked_fraction"] == 0
+
+
 def test_entropy_bonus_is_a_mean_over_tokens_for_every_loss():
     """- coef * mean entropy, whatever the loss's own weights: (0.5 + 1.5) / 4 tokens of the step, coef 0.1."""
     for loss_type in ("dapo", "grpo", "dr_grpo", "sapo"):
