@@ -22,7 +22,7 @@ POLICY, REFERENCE = "policy", "reference"
 # What the program writes into a run's folder: this and nothing else is moved aside.
 OWN_NAMES = re.compile(r"(metrics\.jsonl|memory\.(jsonl|png)|config\.yaml|summary\.json|report\.(html|png)|tensorboard"
                        r"|checkpoints|completions\.jsonl|rollouts|profile|wandb|eval\.json|eval_samples\.jsonl"
-                       r"|export(-\d+)?(\.writing|\.replaced)?)")
+                       r"|export(-\d+)?)(\.writing|\.replaced)?")
 CHECKPOINT_NAME = re.compile(r"step-(\d+)")
 EARLIER_NAME = re.compile(r"earlier-(\d+)")
 # Options that a run may change when it goes on: they change how far it runs, where and how fast, not what it computes.

@@ -165,9 +165,11 @@ def test_a_new_run_moves_an_earlier_one_aside(config, tmp_path):
     for name in ("export", "export-2", "tensorboard", "exported", "earlier-4"):
         (folder / name).mkdir()
     (folder / "notes.txt").write_text("mine")
+    (folder / "completions.jsonl.writing").write_text("half")
     run_folder.open_folder(config, None)
     assert names_in(folder) == ["config.yaml", "earlier-4", "earlier-5", "exported", "notes.txt"]
-    moved = ["checkpoints", "config.yaml", "export", "export-2", "metrics.jsonl", "tensorboard"]
+    moved = ["checkpoints", "completions.jsonl.writing", "config.yaml", "export", "export-2", "metrics.jsonl",
+             "tensorboard"]
     assert names_in(folder / "earlier-5") == moved
 
 
