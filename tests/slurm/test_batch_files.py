@@ -87,14 +87,18 @@ def test_a_time_limit_saves_requeues_and_goes_on(cluster, program, batch_file):
 
 
 @pytest.mark.long
-def test_a_cancelled_job_saves_and_stays_away(cluster, program):
-    """scancel: the ranks have the time until SLURM kills them to save, and the job is not put back."""
-    job, folder, log = program.submit(cluster, "multi_node.sbatch", "cancelled", env=SLOW)
+@pytest.mark.parametrize("options, state, code", [((), "CANCELLED", None),
+                                                  (("--signal=TERM", "--full"), "FAILED", "75:0")])
+def test_a_cancelled_job_saves_and_stays_away(cluster, program, options, state, code):
+    """scancel: the ranks have the time until SLURM kills them to save, and the job is not put back; with SIGTERM to all
+    of it they have all the time, and the job ends with their code."""
+    job, folder, log = program.submit(cluster, "multi_node.sbatch", f"ended-{state}", env=SLOW)
     wait_for_steps(cluster, folder, 1, log)
-    cluster.call("scancel", str(job))
+    cluster.call("scancel", *options, str(job))
     fields = cluster.wait_for_end(job, 90, log)
-    assert (fields["JobState"], fields["Restarts"]) == ("CANCELLED", "0")
-    cluster.wait_for(lambda: cluster.job(job)["JobState"] == "CANCELLED" and not ranks_of(folder), 60, "end", log)
+    assert (fields["JobState"], fields["Restarts"]) == (state, "0"), cluster.logs(log)
+    assert code in (None, fields["ExitCode"])
+    cluster.wait_for(lambda: cluster.job(job)["JobState"] == state and not ranks_of(folder), 60, "end", log)
     newest = run_folder.checkpoints(str(folder))[0]
     assert run_folder.fault(newest) is None and run_folder.read_state(newest)["step"] >= 1
 
