@@ -132,7 +132,9 @@ def close(engines):
 
 
 def draws():
-    return [random.random(), float(np.random.rand()), float(torch.rand(1))]
+    """Of every generator that a rank has."""
+    devices = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+    return [random.random(), float(np.random.rand()), *(float(torch.rand(1, device=device)) for device in devices)]
 
 
 def run_cell(cell, job, mesh):

@@ -43,6 +43,12 @@ def test_a_resumed_policy_learns_on_as_if_uninterrupted(found, name):
     assert found[name]["resumed"] + found[name]["resumed again"] == found[name]["straight"][2:]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_generators_go_on_where_they_were(found, name):
+    """Python's, NumPy's, torch's and the GPU's."""
+    assert len(found[name]["draws"]) == 4 and found[name]["draws after"] == found[name]["draws"]
+
+
 def test_copies_are_of_the_moment_and_in_pinned_memory():
     """Kernels that are queued before the copy are in it, those after it are not."""
     buffers = HostBuffers(pinned=True)
