@@ -16,6 +16,8 @@ import json
 import os
 import shutil
 import threading
+import time
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -30,6 +32,7 @@ from spmd_rl.run_folder import POLICY, REFERENCE
 from spmd_rl.shards import HostBuffers, Piece
 
 Entries = dict[str, dict[str, Any]]
+SEEN_WITHIN_S = 75.0  # NFS caches a folder's names for up to 60 s
 
 
 @dataclass
@@ -169,10 +172,7 @@ class Saver:
         parts = self._mesh.all_gather(entries)  # all have written, too
         for path in self._mesh.on_main(lambda: [folder]):
             written = {name: entry for part in parts for name, entry in part.items()}
-            unseen = sorted(written.keys() - set(files_below(path + WRITING)))
-            if unseen:  # another host's, in a folder that is not shared after all
-                raise RuntimeError(f"{path + WRITING} lacks {', '.join(unseen)}, which other ranks have written: is "
-                                   "run.output_dir on a file system that all hosts share?")
+            _await_files(path + WRITING, written.keys())
             run_folder.write_manifest(path + WRITING, written)
             replace_folder(path)
             run_folder.remove_old(self._config.run.output_dir, self._config.checkpoint.keep)
@@ -193,6 +193,16 @@ class Saver:
         shutil.copyfile(os.path.join(config.run.output_dir, run_folder.METRICS),
                         os.path.join(folder, run_folder.METRICS))
         return [run_folder.STATE, run_folder.METRICS]
+
+
+def _await_files(folder: str, names: Collection[str]) -> None:
+    """Return once all are seen here, other hosts' too. Raises RuntimeError where that does not come."""
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    while unseen := sorted(set(names) - set(files_below(folder))):
+        if time.monotonic() >= deadline:
+            raise RuntimeError(f"{folder} lacks {', '.join(unseen)}, which other ranks have written: is run.output_dir "
+                               "on a file system that all hosts share?")
+        time.sleep(0.5)  # a network's file system looks for other hosts' new files now and then only
 
 
 def load(path: str, policy: Policy, reference: Reference | None) -> Progress:

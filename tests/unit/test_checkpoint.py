@@ -217,10 +217,26 @@ def test_signals_during_a_save_harm_nothing(made, monkeypatch):
 def test_files_that_another_host_does_not_see_are_an_error(made, monkeypatch):
     """A folder that is not shared after all: the checkpoint gets no name."""
     saver, _, _, folder = made
+    monkeypatch.setattr(checkpoint, "SEEN_WITHIN_S", 0.6)
     monkeypatch.setattr(checkpoint, "files_below", lambda path: ["state.json"])
     with pytest.raises(RuntimeError, match="lacks .*policy/rank-0-0.safetensors.*that all hosts share"):
         save(saver, 1)
     assert names_in(folder) == ["step-1.writing"]
+
+
+def test_files_that_another_host_sees_late_are_waited_for(made, monkeypatch):
+    """NFS shows another host's new files once its cache of the folder is old enough."""
+    saver, _, _, folder = made
+    looks = []
+
+    def late(path):
+        looks.append(path)
+        return run_folder.files_below(path) if len(looks) > 2 else ["state.json"]
+
+    monkeypatch.setattr(checkpoint, "files_below", late)
+    save(saver, 1)
+    assert len(looks) == 3 and names_in(folder) == ["step-1"]
+    assert run_folder.fault(str(folder / "checkpoints" / "step-1")) is None
 
 
 def test_a_rank_that_the_run_had_not_keeps_its_generators(made, mesh):
