@@ -15,8 +15,7 @@ FAILING = str(ROOT / "tests" / "e2e" / "failing.py")
 MAX_SECONDS = 30
 # Where the fault is -> the phase that the message names.
 PHASE = {"generation": "rollout", "reward": "reward", "backward": "train", "sync": "sync"}
-CORE = [("generation", 0, "processes"), ("reward", 1, "torchrun"), ("backward", 1, "processes"),
-        ("sync", 0, "torchrun")]
+CORE = [("generation", 0, "processes"), ("backward", 1, "processes"), ("sync", 0, "torchrun")]
 WHOLE = [(where, rank, how) for where in PHASE for rank in (0, 1) for how in ("torchrun", "processes")]
 ROWS = CORE + [pytest.param(*row, marks=pytest.mark.long) for row in WHOLE if row not in CORE]
 
@@ -32,33 +31,38 @@ def config(model, prompts, tmp_path_factory):
         batch={"max_tokens_per_microbatch": 16})
 
 
+def assert_all_ended(finished, where, rank):
+    """Exit codes are not 0, the output has the failing rank, its phase and its traceback, and the last process ended
+    within 30 s of the fault."""
+    output = "\n".join(process.output for process in finished)
+    assert all(process.returncode != 0 for process in finished), output[-4000:]
+    injected = re.findall(r"injected at ([\d.]+)", output)
+    assert len(injected) == 1 or (injected and where == "reward"), output[-4000:]  # there once a completion
+    assert max(process.ended for process in finished) - min(map(float, injected)) < MAX_SECONDS
+    assert f"[rank {rank}] failed in phase {PHASE[where]}:\nTraceback (most recent call last)" in output, output[-4000:]
+    assert f"InjectedFault: a fault in {where}" in output
+    assert ", in fail\n    raise InjectedFault(" in output
+
+
 def test_failed_run_does_not_stop_the_next(config):
-    """Two runs of one engine of two ranks fail one after the other, each at its own fault: the first leaves nothing
-    (shared memory of the engine, build locks) that the second falls over."""
+    """Two runs of one engine of two ranks fail one after the other, each at its own fault, a reward's: the first leaves
+    nothing (shared memory of the engine, build locks) that the second falls over."""
     for _ in range(2):
         finished = torchrun(2, [FAILING, "reward", "1", "--config", str(config), "--rollout.tensor_parallel_size", "2"],
                             env={"FAILING_RANK": "1"})
-        assert "[rank 1] failed in phase reward:" in finished.output, finished.output[-4000:]
+        assert_all_ended([finished], "reward", 1)
 
 
 @pytest.mark.parametrize("where, rank, how", ROWS)
 def test_fault_on_one_rank_ends_all(config, where, rank, how):
-    """Exit codes are not 0, the output has the failing rank, its phase and its traceback, and the last process ends
-    within 30 s of the fault."""
+    """Wherever it is, also where only the abort key can end the others."""
     arguments = [FAILING, where, str(rank), "--config", str(config)]
     env = {"FAILING_RANK": str(rank) if where == "reward" else "none"}
     if how == "torchrun":
         finished = [torchrun(2, arguments, env=env)]
     else:
         finished = without_launcher(2, arguments, env=env)
-    output = "\n".join(process.output for process in finished)
-    assert all(process.returncode != 0 for process in finished), output[-4000:]
-    injected = re.findall(r"injected at ([\d.]+)", output)
-    assert len(injected) == 1 or (injected and where == "reward"), output[-4000:]  # there once a completion
-    assert max(process.ended for process in finished) - min(map(float, injected)) < MAX_SECONDS
-    assert f"[rank {rank}] failed in phase {PHASE[where]}:\nTraceback (most recent call last)" in output
-    assert f"InjectedFault: a fault in {where}" in output
-    assert ", in fail\n    raise InjectedFault(" in output
+    assert_all_ended(finished, where, rank)
     if how == "processes":
         # A peer inside a collective may find its connection closed before it looks at the store.
         peer = finished[1 - rank].output
