@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # From a fresh checkout to a trained model: quickstart.sh [--seed N]
-# Sets up .venv, makes a tiny model and prompts in data/quickstart where absent, and trains with GRPO on two ranks into
-# runs/quickstart (runs/quickstart-N for another seed than 0); an earlier run's files there go into earlier-N. The seed is that of prompts and training; the starting
-# model is made once.
+# Sets up .venv, makes a tiny model and prompts in data/quickstart where absent, and trains with GRPO on two CPU ranks, or
+# one GPU, into runs/quickstart (runs/quickstart-N for another seed than 0); an earlier run's files there go into
+# earlier-N. The seed is that of prompts and training; the starting model is made once.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Inside of a SLURM job, one task a rank and no torchrun: srun_direct.sh [--config FILE] [--section.option value ...]
-# RANKS_PER_NODE tasks a node, else the job's --ntasks-per-node, else one for each GPU. Exit codes are those of spmd_rl.train.
+# RANKS_PER_NODE tasks a node, else the job's --ntasks-per-node, else one for each GPU. Exit codes are those of
+# spmd_rl.train.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
