@@ -88,10 +88,10 @@ def test_a_time_limit_saves_requeues_and_goes_on(cluster, program, batch_file):
 
 @pytest.mark.long
 @pytest.mark.parametrize("options, state, code", [((), "CANCELLED", None),
-                                                  (("--signal=TERM", "--full"), "FAILED", "75:0")])
+                                                  (("--batch", "--signal=TERM"), "FAILED", "75:0")])
 def test_a_cancelled_job_saves_and_stays_away(cluster, program, options, state, code):
-    """scancel: the ranks have the time until SLURM kills them to save, and the job is not put back; with SIGTERM to all
-    of it they have all the time, and the job ends with their code."""
+    """scancel: the ranks have the time until SLURM kills them to save, and the job is not put back. With SIGTERM to its
+    script they have all the time, and the job ends with their code (to all of it, with --full, it would end srun)."""
     job, folder, log = program.submit(cluster, "multi_node.sbatch", f"ended-{state}", env=SLOW)
     wait_for_steps(cluster, folder, 1, log)
     cluster.call("scancel", *options, str(job))
