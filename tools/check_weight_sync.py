@@ -31,7 +31,8 @@ from spmd_rl.prompts import load_tokenizer
 from spmd_rl.rollout import EngineState, Rollout
 from spmd_rl.weight_sync import WeightSync
 
-GAP = {"float32": 1e-5, "bfloat16": 0.05}  # largest difference of log-probs that rounding explains
+# Largest difference of log-probs that rounding explains: in bf16 up to 0.054 between equal bits of small random models.
+GAP = {"float32": 1e-5, "bfloat16": 0.1}
 
 
 def main() -> None:
