@@ -114,6 +114,7 @@ def model_size(model: Any, hf_config: Any) -> ModelSize:
 
 def make_plan(config: Config, size: ModelSize, world_size: int, device_bytes: int | None) -> Plan:
     """The table, and what stays. Raises ConfigError where a phase cannot fit, with the numbers and what to set."""
+    _check_share(config, size, device_bytes)
     tenants = _tenants(config, size, world_size, device_bytes)
     others = _others(config, size, world_size, device_bytes)
     remedies = {phase: _remedy(config, phase) for phase in PHASES}
@@ -132,6 +133,16 @@ def make_plan(config: Config, size: ModelSize, world_size: int, device_bytes: in
                 + ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.row(phase).items() if size)
                 + f"; what helps: {remedies[phase]}")
     return plan
+
+
+def _check_share(config: Config, size: ModelSize, device_bytes: int | None) -> None:
+    """Raises ConfigError where the engine's share of the device is used up by weights."""
+    r, width = config.rollout, 2 if config.model.dtype == "bfloat16" else 4
+    model_bytes = width * size.num_elements // r.tensor_parallel_size
+    if device_bytes and not r.kv_cache_gib and r.gpu_memory_utilization * device_bytes <= model_bytes:
+        raise ConfigError(f"rollout.gpu_memory_utilization is {r.gpu_memory_utilization}: that is "
+                          f"{r.gpu_memory_utilization * device_bytes / GIB:.1f} GiB, and the weights alone take "
+                          f"{model_bytes / GIB:.1f}; raise it")
 
 
 def _tenants(config: Config, size: ModelSize, world_size: int, device_bytes: int | None) -> dict[Tenant, int]:
