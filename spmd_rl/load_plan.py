@@ -108,7 +108,8 @@ class LoadPlan:
     def differences(self, weights: Iterable[Weight]) -> list[str]:
         """Names of weights whose slices in the engine have other bits than they."""
         return [weight.name for weight in weights
-                if not all(_same_bits(target, source) for target, source in self._pairs(weight))]
+                # Copied to the target's device: a peer's memory may be on another GPU, and torch compares on one.
+                if not all(_same_bits(target, source.to(target.device)) for target, source in self._pairs(weight))]
 
     def _pairs(self, weight: Weight) -> Iterator[tuple[Tensor, Tensor]]:
         """(engine's slice, what goes there), straight from where the weight lies if that is possible."""

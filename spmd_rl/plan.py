@@ -88,6 +88,7 @@ class Plan:
 
 def make_plan(config: Config, model: ModelShape, world_size: int, device_bytes: int | None) -> Plan:
     """The table, and what stays. Raises ConfigError where a phase cannot fit, with the numbers and what to set."""
+    _check_share(config, model, device_bytes)
     tenants = _tenants(config, model, world_size, device_bytes)
     others = _others(config, model, world_size, device_bytes)
     remedies = {phase: _remedy(config, phase) for phase in PHASES}
@@ -106,6 +107,16 @@ def make_plan(config: Config, model: ModelShape, world_size: int, device_bytes: 
                 + ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.row(phase).items() if size)
                 + f"; what helps: {remedies[phase]}")
     return plan
+
+
+def _check_share(config: Config, model: ModelShape, device_bytes: int | None) -> None:
+    """Raises ConfigError where the engine's share of the device is used up by weights."""
+    r, width = config.rollout, 2 if config.model.dtype == "bfloat16" else 4
+    model_bytes = width * model.num_parameters // r.tensor_parallel_size
+    if device_bytes and not r.kv_cache_gib and r.gpu_memory_utilization * device_bytes <= model_bytes:
+        raise ConfigError(f"rollout.gpu_memory_utilization is {r.gpu_memory_utilization}: that is "
+                          f"{r.gpu_memory_utilization * device_bytes / GIB:.1f} GiB, and the weights alone take "
+                          f"{model_bytes / GIB:.1f}; raise it")
 
 
 def _tenants(config: Config, model: ModelShape, world_size: int, device_bytes: int | None) -> dict[Tenant, int]:

@@ -71,13 +71,10 @@ class Rollout:
             self._vllm = _import_vllm(mesh)
             if mesh.device.type == "cpu":
                 _name_shared_memory(mesh.all_gather(os.getpid())[0])
-            arguments = engine_arguments(config, mesh, self._frees)
+            arguments = engine_arguments(config, mesh, self._frees, shared)
             self._adoption = register_loader(shared) if shared else None
             if reads_weights:
                 arguments["load_format"] = "auto"
-            elif self._adoption:
-                arguments["load_format"] = SHARED_FORMAT
-                arguments["gpu_memory_utilization"] -= share_of_device(shared, mesh.device)
             self._llm: Any = self._vllm.LLM(**arguments)
         if self._adoption and not self._adoption.why_not:
             self._check_views()
@@ -203,7 +200,8 @@ class Rollout:
             raise RuntimeError(f"cannot wake the KV cache: the engine is {self.state.value}; load weights first")
         if self._frees:
             self._llm.wake_up(tags=["kv_cache"])
-        self._llm.reset_prefix_cache()  # its blocks were computed by older weights
+        if not self._llm.reset_prefix_cache():  # its blocks were computed by older weights
+            raise RuntimeError("vLLM did not reset its prefix cache: requests of an earlier call still hold blocks")
         self.state = EngineState.READY
 
     def pool_bytes(self, tag: str) -> int:
@@ -360,17 +358,18 @@ def prepare_environment(config: Config, mesh: Mesh) -> None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # ranks of one host would bind to the same cores
 
 
-def engine_arguments(config: Config, mesh: Mesh, sleeps: bool) -> dict[str, Any]:
+def engine_arguments(config: Config, mesh: Mesh, sleeps: bool, shared: Sequence[Weight] = ()) -> dict[str, Any]:
     """Arguments of vllm.LLM; the raw `vllm` section comes last (what our fields own is refused in it)."""
     r: RolloutConfig = config.rollout
-    share = r.gpu_memory_utilization
+    share = r.gpu_memory_utilization - share_of_device(shared, mesh.device)
     fixed: dict[str, Any] = {}
     if r.kv_cache_gib and mesh.device.type == "cuda":
         # It still wants this share of the device to be free at the start, and takes the cache from its own field.
-        share, fixed = min(share, 0.05), {"kv_cache_memory_bytes": int(r.kv_cache_gib * 2**30)}
+        share = min(r.gpu_memory_utilization, 0.05)
+        fixed = {"kv_cache_memory_bytes": int(r.kv_cache_gib * 2**30)}
     return dict(
         model=config.model.path, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code,
-        load_format="dummy", distributed_executor_backend="external_launcher",
+        load_format=SHARED_FORMAT if shared else "dummy", distributed_executor_backend="external_launcher",
         tensor_parallel_size=r.tensor_parallel_size, gpu_memory_utilization=share,
         enforce_eager=r.enforce_eager, max_model_len=config.max_model_len, seed=config.run.seed,
         enable_sleep_mode=sleeps,

@@ -101,7 +101,8 @@ class Offer:
     layout: tuple[Lies, ...] | None
     """None where it is the one that was sent before."""
     handles: list[list[Handle]] | None
-    """For each rank, of each storage; None where they have not moved since the others opened them."""
+    """For each rank, of each storage, none for those that cannot open any; None where they have not moved since the
+    others opened them."""
 
 
 class Ipc:
@@ -111,13 +112,15 @@ class Ipc:
 
     def __init__(self, mesh: Mesh, held: Callable[[], Sequence[Weight]], exchanges: bool, stays: bool) -> None:
         """held: this rank's parts of all weights, where they are now. exchanges: whether handles are passed around;
-        else every rank has all it needs. stays: whether the storages never move: handles are then sent once."""
+        else every rank has all it needs. stays: whether the storages never move: handles are then sent once.
+        Collective."""
         self._mesh, self._held, self._exchanges = mesh, held, exchanges
+        self._readers = readers(mesh, mesh.all_gather(mesh.host)) if exchanges else []
         self._place = Place.here(mesh.device, mesh.host)
         # The mover leaves shared memory alone.
         self._stays = stays or mesh.device.type == "cpu"
         self._mine: Sequence[Weight] = []
-        self._sent_layout: tuple[Lies, ...] = ()
+        self._sent_layout: tuple[Lies, ...] | None = None
         self._sent_addresses: list[int] = []
         self._layouts: dict[int, tuple[Lies, ...]] = {}
         self._mapped: dict[int, list[torch.UntypedStorage]] = {}
@@ -127,13 +130,14 @@ class Ipc:
         self._mine = self._held()
         if not self._exchanges:
             return None
+        if not self._stays:
+            self._mapped = {}  # what a sync that failed left open has moved since
         _synchronize(self._mesh.device)  # peers read at once, and no event of ours orders their streams
         storages, layout = lay_out(self._mine)
         sent_layout = layout if layout != self._sent_layout else None
         sent = None
         if not (self._stays and self._sent_addresses):
-            sent = [[handles.export(storage, self._place) for storage in storages]
-                    for _ in range(self._mesh.world_size)]
+            sent = [[handles.export(storage, self._place) for storage in storages if reads] for reads in self._readers]
             self._sent_addresses = [storage.data_ptr() for storage in storages]
         elif sent_layout or self._sent_addresses != [storage.data_ptr() for storage in storages]:
             raise RuntimeError("weight sync refused: a storage of weights has moved since its handle was sent, and "
@@ -182,6 +186,13 @@ class Ipc:
         self._mesh.barrier()  # all have read, and dropped what will move
         if not self._stays:
             handles.release()
+
+
+def readers(mesh: Mesh, hosts: Sequence[str]) -> list[bool]:
+    """For each rank, whether it opens this rank's handles. An export that nobody opens keeps its memory for good, also
+    when its owner has let it go."""
+    own_rank = mesh.mine(range(mesh.world_size))
+    return [host == mesh.host and rank != own_rank for rank, host in enumerate(hosts)]
 
 
 def _synchronize(device: torch.device) -> None:
@@ -233,10 +244,11 @@ def why_not_ipc(mesh: Mesh, held: Sequence[Weight], exchanges: bool) -> str | No
     if len(hosts) > 1 and not all(whole for _, _, whole, _ in ranks):
         return f"weights are sharded over {len(hosts)} hosts"
     needed = sum(size for host, _, _, size in ranks if host == place.host)
-    return next(filter(None, mesh.all_gather(_trial(mesh, place, needed))), None)
+    reads = readers(mesh, [host for host, *_ in ranks])
+    return next(filter(None, mesh.all_gather(_trial(mesh, place, needed, reads))), None)
 
 
-def _trial(mesh: Mesh, place: Place, needed: int) -> str | None:
+def _trial(mesh: Mesh, place: Place, needed: int, reads: Sequence[bool]) -> str | None:
     """Why this rank cannot open a handle of each other rank of its host, or None."""
     own_rank = mesh.mine(range(mesh.world_size))
     value = torch.full((1,), own_rank, dtype=torch.int64, device=mesh.device)
@@ -244,15 +256,14 @@ def _trial(mesh: Mesh, place: Place, needed: int) -> str | None:
     reason, sent = None, None
     try:
         handles.check_room(place, needed)
-        sent = [handles.export(value.untyped_storage(), place) for _ in range(mesh.world_size)]
+        sent = [[handles.export(value.untyped_storage(), place)] if is_reader else [] for is_reader in reads]
     except (RuntimeError, OSError) as error:
         reason = f"rank {own_rank}: {error}"
-    for rank, offered in enumerate(mesh.all_gather((place.host, sent))):
-        host, from_peer = offered
-        if reason or rank == own_rank or host != place.host or not from_peer:
+    for rank, from_peer in enumerate(mesh.all_gather(sent)):
+        if reason or not reads[rank] or not from_peer:
             continue
         try:
-            storage = handles.open_handle(mesh.mine(from_peer), place)
+            storage, = (handles.open_handle(handle, place) for handle in mesh.mine(from_peer))
             seen = torch.empty(0, dtype=torch.int64, device=storage.device).set_(storage)[0].item()
             del storage
             if seen != rank:

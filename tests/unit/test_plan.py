@@ -113,6 +113,16 @@ def test_what_cannot_fit_is_refused_with_what_would(sections, phase, remedy):
     assert text.startswith(f"the {phase} phase needs about") and "which has 40.0" in text and remedy in text
 
 
+@pytest.mark.parametrize("transport", ["auto", "shared"])
+def test_a_share_of_the_device_below_the_weights_is_refused(transport):
+    """200 MB of weights in 0.1 % of 100 GiB; shared, vLLM would be told a negative share. A fixed cache needs none."""
+    small = dict(rollout={"gpu_memory_utilization": 0.001}, weight_sync={"transport": transport})
+    with pytest.raises(ConfigError, match="gpu_memory_utilization is 0.001: that is 0.1 GiB.*weights alone take 0.2"):
+        make_plan(config(**small), SHAPE, 1, 100 * GIB)
+    small["rollout"]["kv_cache_gib"] = 2.0
+    make_plan(config(**small), SHAPE, 1, 100 * GIB)
+
+
 def test_the_table_adds_up():
     """Each column's last line is the sum of those above it."""
     plan = make_plan(config(loss={"beta": 0.1}, memory={"swap": "always"}), SHAPE, 2, 100 * GIB)

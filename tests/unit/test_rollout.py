@@ -4,9 +4,12 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from spmd_rl import rollout as rollout_module
 from spmd_rl.batch import Prompt
 from spmd_rl.config import Config, MeshConfig
+from spmd_rl.load_plan import Weight
 from spmd_rl.mesh import Mesh
 from spmd_rl.rollout import (STEP_EVALUATION, EngineState, Rollout, Sampling, before_stop, engine_arguments, hf_names,
                              request_seed)
@@ -34,6 +37,34 @@ def test_engine_arguments_follow_the_config(mesh: Mesh):
     assert found["logprobs_mode"] == "processed_logprobs" and found["generation_config"] == "vllm"
     assert found["load_format"] == "dummy" and found["distributed_executor_backend"] == "external_launcher"
     assert found["max_num_seqs"] == 4 and found["enable_sleep_mode"] is False
+
+
+@pytest.mark.parametrize("kv_cache_gib, share", [(0.0, 0.8), (4.0, 0.05)])
+def test_shared_weights_come_off_the_engines_share(monkeypatch, kv_cache_gib, share):
+    """0.9 of the device with weights that take 0.1 of it; with a cache of a fixed size the share is only what has to be
+    free, and 0.05 less 0.1 would be refused by vLLM."""
+    weights = [Weight("w", (5, 10), torch.bfloat16, [])]
+    monkeypatch.setattr(rollout_module, "device_bytes", lambda device: 1000)
+    config = Config()
+    config.rollout.gpu_memory_utilization, config.rollout.kv_cache_gib = 0.9, kv_cache_gib
+    on_gpu = SimpleNamespace(device=torch.device("cuda", 0))
+    found = engine_arguments(config, on_gpu, True, weights)
+    assert found["gpu_memory_utilization"] == pytest.approx(share) and found["load_format"] == "spmd_rl"
+    assert engine_arguments(config, on_gpu, True)["load_format"] == "dummy"
+
+
+@pytest.mark.parametrize("is_reset", [True, False])
+def test_a_prefix_cache_of_older_weights_is_never_sampled_from(is_reset):
+    """vLLM only warns, and returns False, where a request still holds blocks."""
+    rollout = Rollout.__new__(Rollout)
+    rollout._frees, rollout.state = False, EngineState.WEIGHTS_LOADED
+    rollout._llm = SimpleNamespace(reset_prefix_cache=lambda: is_reset)
+    if is_reset:
+        rollout.wake_kv_cache()
+    else:
+        with pytest.raises(RuntimeError, match="did not reset its prefix cache"):
+            rollout.wake_kv_cache()
+    assert rollout.is_ready is is_reset
 
 
 @pytest.mark.parametrize("text, stops, right", [

@@ -31,6 +31,9 @@ class Ranks:
     def mine(self, parts):
         return parts[self.rank]
 
+    def all_gather(self, value):
+        return [value] * self.world_size
+
     def barrier(self):
         self.barriers += 1
 
@@ -96,14 +99,52 @@ def test_handles_are_of_storages_and_are_sent_once_where_nothing_moves():
     """One storage a rank, not one a weight; the second sync sends neither handles nor layout, and opens nothing."""
     job = Job(2)
     first, _ = job.sync()
-    assert [len(offer.handles) for offer in first] == [2, 2]
-    assert all(len(of_reader) == 1 for offer in first for of_reader in offer.handles)
+    assert [[len(of_reader) for of_reader in offer.handles] for offer in first] == [[0, 1], [1, 0]]
     second, _ = job.sync()
     assert all(offer.handles is None and offer.layout is None for offer in second)
     moving = Job(2, stays=False)
     for offers, _ in (moving.sync(), moving.sync()):
         assert all(offer.handles for offer in offers)
     assert [mesh.barriers for mesh in moving.meshes] == [2, 2]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("stays", [True, False])
+def test_each_export_is_opened_once(monkeypatch, world_size, stays):
+    """CUDA keeps the memory of an export that nobody opens, also when its owner frees it: a shard a sync would be lost.
+    The first sync asks for the weights twice."""
+    exported, opened = [], []
+    monkeypatch.setattr(handles, "export", lambda *args: exported.append(export(*args)) or exported[-1])
+    monkeypatch.setattr(handles, "open_handle", lambda *args: opened.append(args[0]) or open_handle(*args))
+    job = Job(world_size, stays=stays)
+    for _ in range(3):
+        offers = [rank.offer() for rank in job.ranks]
+        for rank in job.ranks * 2:
+            assert len(list(rank.weights(offers))) == len(SHAPES)
+        for rank in job.ranks:
+            rank.release()
+    assert sorted(map(id, opened)) == sorted(map(id, exported))
+    assert len(opened) == world_size * (world_size - 1) * (1 if stays else 3)
+
+
+def test_ranks_of_other_hosts_get_no_handles():
+    """They could not open any."""
+    mesh = Ranks(1, 4)
+    mesh.all_gather = lambda host: ["another", "this", "this", "another"]
+    rank = Ipc(mesh, lambda: shards_of(1, 4, tensors())[1], True, True)
+    assert [len(of_reader) for of_reader in rank.offer().handles] == [0, 0, 1, 0]
+
+
+def test_nothing_is_read_from_what_a_failed_sync_left_open():
+    """Weights that move: after a sync that ended in its middle the next one opens the new handles."""
+    job = Job(2, stays=False)
+    offers = [rank.offer() for rank in job.ranks]
+    for rank in job.ranks:
+        next(rank.weights(offers))  # and then something fails, and nobody comes to release
+    made = tensors(1)
+    job.parts = [shards_of(rank, 2, made) for rank in range(2)]
+    _, found = job.sync()
+    assert all(torch.equal(rank[name], made[name]) for rank in found for name in SHAPES)
 
 
 def test_whole_weights_are_taken_from_own_memory():
@@ -257,7 +298,7 @@ def test_weights_on_the_host_are_gathered(whose):
 
 def peer_handle(rank, value):
     tensor = torch.full((1,), value, dtype=torch.int64)
-    return ("this", [export(tensor.untyped_storage(), HERE)] * 2), tensor
+    return [[export(tensor.untyped_storage(), HERE)], []], tensor
 
 
 @pytest.mark.parametrize("value, fault, why", [
@@ -271,7 +312,7 @@ def test_a_trial_decides(monkeypatch, value, fault, why):
     held = shards_of(0, 2, tensors())[1]
     sent, kept = peer_handle(1, value)
     if fault == "unreadable":
-        sent = ("this", [Handle(HERE, 8, (b"/none", b"/none", 8))] * 2)
+        sent = [[Handle(HERE, 8, (b"/none", b"/none", 8))], []]
     if fault == "no room":
         usage = namedtuple("usage", "free")
         monkeypatch.setattr(handles.shutil, "disk_usage", lambda path: usage(10))
