@@ -9,6 +9,7 @@ the trainer, however that ends.
 import asyncio
 import contextlib
 import ctypes
+import glob
 import inspect
 import math
 import os
@@ -283,9 +284,10 @@ class Server:
         for pool in self._workers.values():
             if worker in pool:
                 pool.remove(worker)
-        for kill in (os.killpg, os.kill):  # it may not have made its group yet
-            with contextlib.suppress(ProcessLookupError):
-                kill(worker.pid, signal.SIGKILL)
+        below = _descendants(worker.pid)  # some may be in a session of their own; once it is dead they are not below it
+        for kill, pid in ((os.killpg, worker.pid), *((os.kill, pid) for pid in (worker.pid, *below))):
+            with contextlib.suppress(ProcessLookupError):  # it may not have made its group yet
+                kill(pid, signal.SIGKILL)
         worker.connection.close()
         return os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
 
@@ -387,6 +389,19 @@ def _end_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # it ended before that
+
+
+def _descendants(pid: int) -> list[int]:
+    """The processes that it started, and those that these did."""
+    children: dict[int, list[int]] = {}
+    for path in glob.glob("/proc/[0-9]*/stat"):
+        with contextlib.suppress(OSError), open(path, "rb") as file:  # one that has ended meanwhile
+            parent = int(file.read().rpartition(b")")[2].split()[1])  # before that is its name, of any characters
+            children.setdefault(parent, []).append(int(path.split("/")[2]))
+    found = [pid]
+    for process in found:
+        found += children.get(process, [])
+    return found[1:]
 
 
 def _data_bytes() -> int:
