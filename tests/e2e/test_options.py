@@ -6,6 +6,8 @@ import pytest
 import yaml
 from launching import ROOT, run, torchrun, write_config
 
+from spmd_rl.config import parse
+
 WORKER = str(ROOT / "tests" / "e2e" / "worker_options.py")
 TWO_RANKS = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
                  MASTER_PORT="1")
@@ -80,6 +82,8 @@ def results(folder, prompts):
     cases["print_config"] = {"arguments": base + ["--loss.beta", "0.25", "--print_config"]}
     cases["dry_run"] = {"arguments": base + ["--dry_run"], "env": TWO_RANKS}
     cases["dry_run on the second rank"] = {"arguments": base + ["--dry_run"], "env": TWO_RANKS | {"RANK": "1"}}
+    cases["a refusal on the second rank"] = {"arguments": base + ["--batch.prompts_per_step", "5"],
+                                             "env": TWO_RANKS | {"RANK": "1"}}
     cases["help"] = {"arguments": ["--help"]}
     (folder / "cases.json").write_text(json.dumps(cases))
     run([WORKER, str(folder / "cases.json"), str(folder / "results.json")]).succeeded()
@@ -112,7 +116,7 @@ def test_dry_run_prints_the_batch_arithmetic(results, folder):
     assert result["engines"] == [] and not (folder / "run").exists()
 
 
-def test_print_config_is_a_config(results, folder):
+def test_print_config_is_a_config(results, folder, capsys):
     """--print_config prints the resolved config as YAML: the file's values, the options' over them, and defaults."""
     result = results["print_config"]
     assert result["code"] == 0 and result["engines"] == []
@@ -120,8 +124,9 @@ def test_print_config_is_a_config(results, folder):
     assert printed["loss"]["beta"] == 0.25 and printed["rollout"]["num_generations"] == 4
     assert printed["rollout"]["top_p"] == 1.0 and printed["policy"]["zero_stage"] == 2
     (folder / "printed.yaml").write_text(result["stdout"])
-    again = run(["-m", "spmd_rl.train", "--config", str(folder / "printed.yaml"), "--print_config"])
-    assert yaml.safe_load(again.succeeded().output) == printed
+    with pytest.raises(SystemExit) as exit_:
+        parse(["--config", str(folder / "printed.yaml"), "--print_config"])
+    assert exit_.value.code == 0 and yaml.safe_load(capsys.readouterr().out) == printed
 
 
 def test_help_has_a_line_of_meaning_an_option(results):
@@ -139,6 +144,13 @@ def test_plain_process_exits_with_2(folder):
     assert finished.output.splitlines() == ["error: loss.epsilon is 1.5: set it to 0 or more and below 1"]
 
 
+def test_the_second_rank_says_nothing(results):
+    """It refuses too, in silence: the first has said it."""
+    result = results["a refusal on the second rank"]
+    assert (result["code"], result["stderr"], result["stdout"]) == (2, "", "")
+
+
+@pytest.mark.long
 def test_two_ranks_print_one_message(folder):
     """Under torchrun the first rank alone says what is wrong."""
     finished = torchrun(2, ["-m", "spmd_rl.train", "--config", str(folder / "config.yaml"), "--batch.prompts_per_step",

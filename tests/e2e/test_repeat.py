@@ -1,13 +1,13 @@
 """The same seed and layout give the same run, bit by bit, and an altered sampler is said with its numbers.
 
-Two runs of two ranks with deterministic kernels, several updates a rollout, and a sampler that cuts the tail.
+Two runs with deterministic kernels, several updates a rollout, and a sampler that cuts the tail.
 """
 
 import json
 import re
 
 import pytest
-from launching import needs_cpu_engine, torchrun, write_config
+from launching import needs_cpu_engine, run, torchrun, write_config
 from safetensors.torch import load_file
 
 pytestmark = needs_cpu_engine
@@ -15,9 +15,9 @@ LEFT_OUT = ("timing/", "perf/", "memory/")
 NUM_STEPS = 3
 
 
-@pytest.fixture(scope="module")
-def runs(model, prompts, tmp_path_factory):
-    """[(folder, output)] of both."""
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.long)])
+def runs(request, model, prompts, tmp_path_factory):
+    """[(folder, output)] of both, on so many ranks."""
     base = tmp_path_factory.mktemp("repeat")
     found = []
     for name in ("first", "second"):
@@ -26,8 +26,9 @@ def runs(model, prompts, tmp_path_factory):
             mesh={"device": "cpu", "full_determinism": True}, rollout={"top_k": 40, "resample_rounds": 1},
             batch={"num_minibatches": 2}, policy={"optimizer": "adamw", "learning_rate": 1e-3},
             loss={"num_iterations": 2, "importance_sampling_mode": "token_truncate", "top_entropy_quantile": 0.5})
-        output = torchrun(2, ["-m", "spmd_rl.train", "--config", str(config)]).succeeded().output
-        found.append((base / name, output))
+        command = ["-m", "spmd_rl.train", "--config", str(config)]
+        finished = run(command) if request.param == 1 else torchrun(request.param, command)
+        found.append((base / name, finished.succeeded().output))
     return found
 
 

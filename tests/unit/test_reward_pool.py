@@ -344,12 +344,12 @@ POISON = [r"\boxed{9^{9^{9^{9^{9}}}}}", r"\boxed{" + "(" * 3000 + "1" + ")" * 30
           r"\boxed{10^{10^{10}}!}", r"\boxed{\frac{1}{" * 300 + "2" + "}}" * 300]
 
 
-@pytest.mark.parametrize("prompts, poisonous", [(40, 4), pytest.param(2000, 20, marks=pytest.mark.long)])
-def test_ordinary_answers_are_scored_beside_poisonous_ones(completion, prompts, poisonous):
+@pytest.mark.parametrize("prompts, poisonous, timeout_s", [
+    (40, 4, 2.5), pytest.param(2000, 20, 5.0, marks=pytest.mark.long)])
+def test_ordinary_answers_are_scored_beside_poisonous_ones(completion, prompts, poisonous, timeout_s):
     """8 completions a prompt by math-verify, some of which would take it for ever: every ordinary one has its score,
     and the poisonous ones end in their limit, in 1 / workers of their seconds beside the rest."""
     pytest.importorskip("math_verify")
-    timeout_s = 5.0
     rewards = Rewards(RewardsConfig(functions=["math_verify"], num_workers=2, timeout_s=timeout_s))
     wanted = answers(prompts * 8)
     draw = random.Random(1)
