@@ -277,33 +277,39 @@ def test_a_server_that_is_killed_ends_the_run(make, completion):
 
 
 TRAINER = """
-import sys, time
+import os, sys, time
 from spmd_rl.batch import Completion, Prompt
 from spmd_rl.config import RewardsConfig
 from spmd_rl.rewards import Rewards
 
 rewards = Rewards(RewardsConfig(functions=[sys.argv[1] + ":poison"], timeout_s=1000, num_workers=2), 8)
-for text in ("hang", "busy"):
+for text in ("hang with children", "busy"):
     rewards.submit(Prompt(0, "p", [1], {}), Completion(0, 0, [1], [1], [0.0], "stop", 0, text=text))
-print("begun", flush=True)
+copy = os.fork()  # of the trainer's end of the socket: the server does not see it closed
+if copy == 0:
+    time.sleep(1000)
+print(copy, flush=True)
 time.sleep(1000)
 """
 
 
 def test_a_killed_trainer_leaves_no_process(tmp_path):
-    """Server and workers, one of them in a loop that never ends, go with the trainer, however that ends."""
-    (tmp_path / "poison.py").write_text(SOURCE)
+    """Server and workers, one of them in a loop that never ends, and what they have started, in a session of its own
+    too, go with the trainer, however that ends."""
+    (tmp_path / "poison.py").write_text(SOURCE.replace("NAP", NAP))
     trainer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(TRAINER), str(tmp_path / "poison.py")],
                                stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
-    assert trainer.stdout.readline() == b"begun\n"
+    copy = psutil.Process(int(trainer.stdout.readline()))
     deadline = time.monotonic() + 30
-    while len(family := psutil.Process(trainer.pid).children(recursive=True)) < 3:
+    while len(family := psutil.Process(trainer.pid).children(recursive=True)) < 6:
         assert time.monotonic() < deadline, family
         time.sleep(0.1)
     trainer.kill()
     trainer.wait()
-    gone, alive = psutil.wait_procs(family, timeout=10)
-    assert (len(gone), alive) == (3, [])
+    others = [process for process in family if process != copy]
+    _, alive = psutil.wait_procs(others, timeout=10)
+    copy.kill()  # it has held the socket open to the end
+    assert alive == [] and len(others) == 5
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
