@@ -27,7 +27,8 @@ def runs(request, model, prompts, tmp_path_factory):
         config = write_config(
             base / f"{name}.yaml", model, prompts / "train.jsonl", base / name, run={"max_steps": NUM_STEPS},
             data=data, evaluate=evaluate, mesh={"device": "cpu", "full_determinism": True},
-            rollout={"top_k": 40, "resample_rounds": 1}, batch={"num_minibatches": 2}, policy={"optimizer": "adamw", "learning_rate": 1e-3},
+            rollout={"top_k": 40, "resample_rounds": 1}, batch={"num_minibatches": 2},
+            policy={"optimizer": "adamw", "learning_rate": 1e-3},
             loss={"num_iterations": 2, "importance_sampling_mode": "token_truncate", "top_entropy_quantile": 0.5})
         command = ["-m", "spmd_rl.train", "--config", str(config)]
         finished = run(command) if request.param == 1 else torchrun(request.param, command)
