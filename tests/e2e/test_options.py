@@ -126,7 +126,7 @@ def test_print_config_is_a_config(results, folder, capsys):
     (folder / "printed.yaml").write_text(result["stdout"])
     with pytest.raises(SystemExit) as exit_:
         parse(["--config", str(folder / "printed.yaml"), "--print_config"])
-    assert exit_.value.code == 0 and yaml.safe_load(capsys.readouterr().out) == printed
+    assert not exit_.value.code and yaml.safe_load(capsys.readouterr().out) == printed
 
 
 def test_help_has_a_line_of_meaning_an_option(results):
