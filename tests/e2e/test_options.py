@@ -82,8 +82,6 @@ def results(folder, prompts):
     cases["print_config"] = {"arguments": base + ["--loss.beta", "0.25", "--print_config"]}
     cases["dry_run"] = {"arguments": base + ["--dry_run"], "env": TWO_RANKS}
     cases["dry_run on the second rank"] = {"arguments": base + ["--dry_run"], "env": TWO_RANKS | {"RANK": "1"}}
-    cases["a refusal on the second rank"] = {"arguments": base + ["--batch.prompts_per_step", "5"],
-                                             "env": TWO_RANKS | {"RANK": "1"}}
     cases["help"] = {"arguments": ["--help"]}
     (folder / "cases.json").write_text(json.dumps(cases))
     run([WORKER, str(folder / "cases.json"), str(folder / "results.json")]).succeeded()
@@ -144,13 +142,6 @@ def test_plain_process_exits_with_2(folder):
     assert finished.output.splitlines() == ["error: loss.epsilon is 1.5: set it to 0 or more and below 1"]
 
 
-def test_the_second_rank_says_nothing(results):
-    """It refuses too, in silence: the first has said it."""
-    result = results["a refusal on the second rank"]
-    assert (result["code"], result["stderr"], result["stdout"]) == (2, "", "")
-
-
-@pytest.mark.long
 def test_two_ranks_print_one_message(folder):
     """Under torchrun the first rank alone says what is wrong."""
     finished = torchrun(2, ["-m", "spmd_rl.train", "--config", str(folder / "config.yaml"), "--batch.prompts_per_step",
