@@ -1,14 +1,13 @@
-"""The learning half alone on recorded rollouts: the metrics of the run that recorded them, on any number of ranks."""
+"""The learning half alone on recorded rollouts, on any number of ranks. test_repeat.py has a real run's."""
 
 import json
 import random
 
 import pytest
-from launching import Once, needs_cpu_engine, run, torchrun, write_config
+from launching import Once, run, torchrun, write_config
 
 from spmd_rl.batch import Completion
-from spmd_rl.recording import Recorder, recorded_steps
-from spmd_rl.train import main
+from spmd_rl.recording import Recorder
 
 LEFT_OUT = ("timing/", "perf/", "memory/", "reward", "sampling/is_", "epoch", "frac_", "completions/", "num_")
 NUM_STEPS = 3
@@ -92,22 +91,3 @@ def test_nothing_is_compiled_after_the_first_steps(replayed):
     """Rows of other sizes take the layers that are compiled already."""
     first, *_, last = (line["perf/compilations"] for line in replayed(1, 2, True, SPEED))
     assert first > 0 and last == 0
-
-
-@needs_cpu_engine
-def test_a_recorded_run_is_replayed(model, prompts, tmp_path, capsys):
-    """A run of the whole program, then its recorded rollouts without the engine: the same updates, to 1e-6."""
-    config = write_config(tmp_path / "config.yaml", model, prompts / "train.jsonl", tmp_path / "run",
-                          run={"max_steps": NUM_STEPS}, loss={"beta": 0.1})
-    run([*PROGRAM, "--config", str(config), "--record_rollouts"]).succeeded()
-    rollouts = tmp_path / "run" / "rollouts"
-    assert len(recorded_steps(str(rollouts))) == NUM_STEPS
-    again = ["--config", str(config), "--replay", str(rollouts)]
-    with pytest.raises(SystemExit) as refused:
-        main(again)
-    assert refused.value.code == 2 and "run.output_dir" in capsys.readouterr().err
-    run([*PROGRAM, *again, "--run.output_dir", str(tmp_path / "again")]).succeeded()
-    for line, want in zip(steps_of(tmp_path / "again"), steps_of(tmp_path / "run"), strict=True):
-        assert {"loss", "grad_norm", "kl", "entropy"} <= learned(line).keys()
-        for name, value in learned(want).items():
-            assert line[name] == pytest.approx(value, rel=1e-6, abs=1e-6), name
