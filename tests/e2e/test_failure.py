@@ -6,7 +6,7 @@ Under torchrun, which ends the peers itself, and as plain processes, where only 
 import re
 
 import pytest
-from launching import ROOT, needs_cpu_engine, run, torchrun, without_launcher, write_config
+from launching import ROOT, needs_cpu_engine, torchrun, without_launcher, write_config
 
 from spmd_rl import run_folder
 
@@ -84,5 +84,5 @@ def test_a_fault_in_a_save_leaves_the_last_checkpoint(config, tmp_path, backgrou
     assert "[rank 1] failed in phase save:\nTraceback (most recent call last)" in output
     newest = run_folder.checkpoints(str(tmp_path))[0]
     assert newest.endswith("step-1") and run_folder.fault(newest) is None
-    resumed = run([FAILING, "none", "1", *options], env=env).succeeded()
+    resumed = torchrun(1, [FAILING, "none", "1", *options], env=env).succeeded()
     assert f"goes on from {newest}" in resumed.output
