@@ -71,8 +71,8 @@ def test_fault_on_one_rank_ends_all(config, where, rank, how):
 
 @pytest.mark.parametrize("background", ["false", pytest.param("true", marks=pytest.mark.long)])
 def test_a_fault_in_a_save_leaves_the_last_checkpoint(config, tmp_path, background):
-    """One rank fails in the second save, beside the steps or not: all end, the first checkpoint is whole, and one
-    rank goes on from it to the end."""
+    """One rank fails in the second save, beside the steps or not: all end, the first checkpoint is whole, and the same
+    command goes on from it to the end."""
     options = ["--config", str(config), "--run.output_dir", str(tmp_path), "--checkpoint.save_steps", "1",
                "--checkpoint.background", background]
     env = {"FAILING_RANK": "none"}
@@ -84,5 +84,5 @@ def test_a_fault_in_a_save_leaves_the_last_checkpoint(config, tmp_path, backgrou
     assert "[rank 1] failed in phase save:\nTraceback (most recent call last)" in output
     newest = run_folder.checkpoints(str(tmp_path))[0]
     assert newest.endswith("step-1") and run_folder.fault(newest) is None
-    resumed = torchrun(1, [FAILING, "none", "1", *options], env=env).succeeded()
+    resumed = torchrun(2, [FAILING, "none", "1", *options], env=env).succeeded()
     assert f"goes on from {newest}" in resumed.output
