@@ -45,7 +45,7 @@ class Profiler:
         path = os.path.join(self._folder, f"step-{step}-{self._rank_name}")
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._is_cuda
         if self._is_cuda:
-            # Python's frames alone: to name those of C++ takes minutes.
+            # Python's frames alone: those of C++ are slow to name, and as large again.
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=SNAPSHOT_ENTRIES)
         with profile(activities=activities, record_shapes=True) as profiler:
             yield

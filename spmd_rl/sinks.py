@@ -174,8 +174,9 @@ class WeightsAndBiases:
 
         name = os.path.basename(os.path.abspath(folder))
         self._wandb: Any = wandb  # its types ask for more than it takes
+        settings = self._wandb.Settings(x_service_wait=WANDB_START_S)
         self._run = self._wandb.init(project=config.wandb_project, name=name, group=name, dir=folder, config=options,
-                                     mode=config.wandb, settings=wandb.Settings(x_service_wait=WANDB_START_S))
+                                     mode=config.wandb, settings=settings)
         self._run.define_metric("*", step_metric="step")  # its own counter only goes up; ours repeats in evaluations
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
