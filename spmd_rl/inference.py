@@ -107,8 +107,9 @@ def main_logprobs(args: list[str] | None = None) -> None:
         weight_files(config.model.path)
         tokenizer = load_tokenizer(config.model)
         hf_config = load_hf_config(config.model)
-        for _ in _sequences(own.input, tokenizer, config, hf_config):
-            pass  # a bad row ends the command before anything is loaded
+        # A bad row ends the command before anything is loaded.
+        if not sum(1 for _ in _sequences(own.input, tokenizer, config, hf_config)):
+            raise ConfigError(f"{own.input}: no rows")
         check_device(config.mesh)
         return lambda: _in_ranks(config, lambda mesh: _score(
             config, mesh, hf_config, _sequences(own.input, tokenizer, config, hf_config), own.output))
@@ -131,6 +132,10 @@ def _sequences(path: str, tokenizer: Any, config: Config,
                                        config.data.chat_template_kwargs)
         token_ids: Any = row.get("completion_ids")
         if token_ids is None and isinstance(row.get("completion"), str):
+            try:
+                row["completion"].encode()
+            except UnicodeEncodeError as error:
+                raise ConfigError(f"{where}: the completion is no valid Unicode: {error}") from None
             token_ids = tokenizer(row["completion"], add_special_tokens=False)["input_ids"]
         for name, ids in (("prompt_ids", prompt_ids), ("completion_ids", token_ids)):
             if not (isinstance(ids, list) and ids and all(
@@ -153,8 +158,9 @@ def _score(config: Config, mesh: Mesh, hf_config: Any, sequences: Iterator[tuple
         for file in files:
             for row, completion in chunk:
                 found = logprobs[completion.group]
+                # In ASCII: whatever text is in another column survives, lone surrogates too.
                 file.write(json.dumps({**row, "completion_ids": completion.token_ids, "logprobs": found,
-                                       "logprob": sum(found)}, ensure_ascii=False) + "\n")
+                                       "logprob": sum(found)}) + "\n")
         count += len(chunk)
     for file in files:
         file.close()

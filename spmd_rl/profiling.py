@@ -45,7 +45,8 @@ class Profiler:
         path = os.path.join(self._folder, f"step-{step}-{self._rank_name}")
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._is_cuda
         if self._is_cuda:
-            torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
+            # Python's frames alone: those of C++ are slow to name, and as large again.
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=SNAPSHOT_ENTRIES)
         with profile(activities=activities, record_shapes=True) as profiler:
             yield
         if self._is_cuda:

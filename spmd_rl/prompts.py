@@ -4,9 +4,10 @@ import bisect
 import functools
 import itertools
 import random
+import re
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -21,6 +22,9 @@ ENCODED_AT_ONCE = 512  # rows: the tokenizer shares them out over its threads
 CACHED_PROMPTS = 4096
 PROGRESS_S = 10.0
 REASONS_KEPT = 5
+# A turn of the assistant that is not the last: after the last some templates write an empty thought.
+TURNS = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
+WORDS = re.compile(r"[\w\s]*")  # added tokens such as line ends and names of roles are ordinary text
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
@@ -264,15 +268,33 @@ def encode_texts(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     return [[bos, *ids] if bos is not None and ids[:1] != [bos] else ids for ids in encoded]
 
 
-def _control_token(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str | None:
-    """The first special token whose text is in a message, or None."""
-    return next((token for message in messages for token in _control_tokens(tokenizer)
-                 if token in message["content"] or token in message["role"]), None)
+def _control_token(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> str | None:
+    """The first control token whose text is in a message, or None."""
+    return next((token for text in _texts(messages) for token in _control_tokens(tokenizer) if token in text), None)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in it: a template may write any key of a message, a name, a thought or a tool's arguments."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield key
+            yield from _texts(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _texts(inner)
 
 
 @functools.lru_cache(4)
 def _control_tokens(tokenizer: Any) -> list[str]:
-    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    """Texts of the special tokens, and of those with which the template marks turns: some models' are not special."""
+    try:
+        turns = tokenizer.apply_chat_template(TURNS, tokenize=False)
+    except TemplateError:
+        turns = ""
+    return [token.content for token in tokenizer.added_tokens_decoder.values()
+            if token.special or (token.content in turns and not WORDS.fullmatch(token.content))]
 
 
 def _usual_bos(tokenizer: Any) -> int | None:

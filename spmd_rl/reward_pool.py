@@ -2,13 +2,14 @@
 
 A rank starts one server, a fresh interpreter without torch, before its GPU is in use. The server forks
 workers, hands each one completion at a time and puts an end to what outlives its limit; the trainer
-only writes calls and, once its engine is done, reads outcomes. The kernel ends server and workers with
-the trainer, however that ends.
+only writes calls and, once its engine is done, reads outcomes. The kernel tells the server of the trainer's end,
+however that comes, and ends workers with the server.
 """
 
 import asyncio
 import contextlib
 import ctypes
+import glob
 import inspect
 import math
 import os
@@ -32,6 +33,7 @@ ASYNC_CALLS = 64  # of async functions, at once in their one worker
 START_S = 300.0  # for a worker to import the user's file
 LATE_S = 2.0  # after which an event loop that keeps no time-out is taken for blocked
 PR_SET_PDEATHSIG = 1
+TRAINER_ENDED = signal.SIGHUP  # to the server, from the kernel; its terminal is none
 SIGNALS_TO_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # which decides what to do
 
 
@@ -118,10 +120,16 @@ def serve(descriptor: int) -> None:
     """The server's main: until the trainer's end of the socket is closed."""
     trainer = Connection(descriptor)
     pid, *arguments = trainer.recv()
-    _end_with(pid)
     for number in SIGNALS_TO_THE_TRAINER:
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that a reward starts would inherit
-    Server(trainer, *arguments).run()
+    signal.signal(TRAINER_ENDED, lambda *_: sys.exit(1))
+    _end_with(pid, TRAINER_ENDED)  # its closed socket says so too, unless another process holds a copy of it
+    server = Server(trainer, *arguments)
+    try:
+        server.run()
+    finally:
+        signal.signal(TRAINER_ENDED, signal.SIG_IGN)  # it follows on the closed socket
+        server.close()
 
 
 @dataclass(eq=False)
@@ -164,12 +172,15 @@ class Server:
                 try:
                     self._take(self._trainer.recv())
                 except (EOFError, ConnectionError):
-                    for worker in workers:
-                        self._end(worker)
                     return
             self._end_late()
             self._hand_out()
             self._answer()
+
+    def close(self) -> None:
+        """End all workers, and what they started."""
+        for worker in [w for pool in self._workers.values() for w in pool]:
+            self._end(worker)
 
     def _take(self, message: Call | None) -> None:
         if message is None:
@@ -283,9 +294,10 @@ class Server:
         for pool in self._workers.values():
             if worker in pool:
                 pool.remove(worker)
-        for kill in (os.killpg, os.kill):  # it may not have made its group yet
-            with contextlib.suppress(ProcessLookupError):
-                kill(worker.pid, signal.SIGKILL)
+        below = _descendants(worker.pid)  # some may be in a session of their own; once it is dead they are not below it
+        for kill, pid in ((os.killpg, worker.pid), *((os.kill, pid) for pid in (worker.pid, *below))):
+            with contextlib.suppress(ProcessLookupError):  # it may not have made its group yet
+                kill(pid, signal.SIGKILL)
         worker.connection.close()
         return os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
 
@@ -297,7 +309,8 @@ def work(server: int, connection: Connection, config: RewardsConfig, max_complet
          is_async_kind: bool) -> NoReturn:
     """A worker's whole life: load the functions, say so, score."""
     try:
-        _end_with(server)
+        signal.signal(TRAINER_ENDED, signal.SIG_DFL)
+        _end_with(server, signal.SIGKILL)
         os.setsid()  # the server ends the group: what a reward has started goes with it
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is killed, never flushed
@@ -382,11 +395,24 @@ def _failure(error: BaseException) -> Outcome:
     return Outcome(None, "error", "".join(traceback.format_exception(error)))
 
 
-def _end_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends, whatever it is doing then."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _end_with(parent: int, number: int) -> None:
+    """Let the kernel send this process a signal when its parent ends, whatever it is doing then."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)  # it ended before that
+
+
+def _descendants(pid: int) -> list[int]:
+    """The processes that it started, and those that these did."""
+    children: dict[int, list[int]] = {}
+    for path in glob.glob("/proc/[0-9]*/stat"):
+        with contextlib.suppress(OSError), open(path, "rb") as file:  # one that has ended meanwhile
+            parent = int(file.read().rpartition(b")")[2].split()[1])  # before that is its name, of any characters
+            children.setdefault(parent, []).append(int(path.split("/")[2]))
+    found = [pid]
+    for process in found:
+        found += children.get(process, [])
+    return found[1:]
 
 
 def _data_bytes() -> int:

@@ -18,6 +18,7 @@ Sample = dict[str, Any]
 """A completion for a reader: prompt, completion, rewards and what else `metrics.as_samples` gives."""
 SAMPLES = "completions.jsonl"
 CELL_CHARACTERS = 2000
+WANDB_START_S = 300.0  # for W&B's own process, which its default of 30 s does not wait for on a busy machine
 
 
 class Sink(Protocol):
@@ -173,8 +174,9 @@ class WeightsAndBiases:
 
         name = os.path.basename(os.path.abspath(folder))
         self._wandb: Any = wandb  # its types ask for more than it takes
+        settings = self._wandb.Settings(x_service_wait=WANDB_START_S)
         self._run = self._wandb.init(project=config.wandb_project, name=name, group=name, dir=folder, config=options,
-                                     mode=config.wandb)
+                                     mode=config.wandb, settings=settings)
         self._run.define_metric("*", step_metric="step")  # its own counter only goes up; ours repeats in evaluations
 
     def write(self, step: int, metrics: dict[str, float]) -> None:

@@ -9,6 +9,8 @@ import torch
 from launching import Once, make_rows, needs_cpu_engine, run, torchrun, write_config, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from spmd_rl import report
+
 RANKS = [1, 2, pytest.param(4, marks=pytest.mark.long)]
 TEMPERATURE = 0.7
 
@@ -86,6 +88,7 @@ def test_a_run_of_everything_that_users_touch(model, prompts, tmp_path):
     datasets = pytest.importorskip("datasets")
     (tmp_path / "mine.py").write_text(POISON)
     rows = make_rows(20, seed=7)
+    rows.insert(3, {"prompt": "9" * 25, "answer": "9"})  # case 16: one token too long
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "set.parquet")
     held_out = [str(prompts / "heldout.jsonl"), str(write_jsonl(tmp_path / "other.jsonl", make_rows(5, seed=8)))]
     rewards = {"functions": ["mine.py:poison", "regex", "length_penalty"], "weights": [1.0, 1.0, 0.1],
@@ -99,6 +102,8 @@ def test_a_run_of_everything_that_users_touch(model, prompts, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     first, steps = lines[0], [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2]
+    assert finished.output.count("set.parquet: 1 rows dropped, longer than data.max_prompt_length 24: rows 3") == 1
+    assert [line["epoch"] for line in steps] == [4 / 84, 8 / 84]  # 64 rows and 20 are left, in steps of four all along
     failed = sum(line["rewards/poison/failed"] for line in lines if "rewards/poison/failed" in line)
     assert failed > 0 and "reward poison, row " in finished.output
     for line in steps:
@@ -116,13 +121,13 @@ def test_a_run_of_everything_that_users_touch(model, prompts, tmp_path):
     found = json.loads((alone / "eval.json").read_text())
     compared = [name for name in first if name.startswith("eval/")]
     assert {name: first[name] for name in compared} == {name: found[name] for name in compared} and compared
-    page = launch(1, ["report", str(tmp_path / "run")]).succeeded().output.strip()
-    assert "Sample completions" in (tmp_path / "run" / "report.html").read_text() and page.endswith("report.html")
+    report.main([str(tmp_path / "run")])
+    assert "Sample completions" in (tmp_path / "run" / "report.html").read_text()
 
 
 # Log-probs. -----------------------------------------------------------------------------------------------------------
 
-GIVEN = [{"prompt": "12+30=", "completion": "42", "note": "kept"}, {"prompt": "9", "completion": "1"},
+GIVEN = [{"prompt": "12+30=", "completion": "42", "note": "kept \ud800"}, {"prompt": "9", "completion": "1"},
          {"prompt": [{"role": "user", "content": "2+2="}], "completion": "4é"},
          {"prompt_ids": [18, 19], "completion_ids": [20, 257]}, {"prompt": "a" * 20, "completion": "b" * 30}]
 
@@ -131,7 +136,8 @@ GIVEN = [{"prompt": "12+30=", "completion": "42", "note": "kept"}, {"prompt": "9
 def scored(model, tmp_path_factory):
     """A function from (ranks, ZeRO stage) to the rows that come out."""
     base = tmp_path_factory.mktemp("logprobs")
-    given = write_jsonl(base / "in.jsonl", GIVEN)
+    given = base / "in.jsonl"  # case 19: a byte-order mark, Windows line ends, blank lines, no last line end
+    given.write_bytes("\r\n \r\n".join(map(json.dumps, GIVEN)).encode("utf-8-sig"))
 
     def score(num_ranks, zero_stage):
         output = base / f"out-{num_ranks}-{zero_stage}.jsonl"
@@ -150,7 +156,7 @@ def test_logprobs_are_those_of_transformers(scored, model, num_ranks, zero_stage
     tokenizer = AutoTokenizer.from_pretrained(model)
     net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     found = scored(num_ranks, zero_stage)
-    assert len(found) == len(GIVEN) and found[0]["note"] == "kept"
+    assert len(found) == len(GIVEN) and found[0]["note"] == GIVEN[0]["note"]
     for row, given in zip(found, GIVEN, strict=True):
         text = given.get("prompt")
         if isinstance(text, list):
@@ -171,6 +177,10 @@ BAD = {
     "an id that is none": ({"prompt_ids": [1], "completion_ids": [320]}, "token ids below 320"),
     "no prompt": ({"completion": "a"}, "no `prompt`"),
     "a word for ids": ({"prompt_ids": "a", "completion": "a"}, "prompt_ids is 'a'"),
+    "a completion that is no Unicode": ({"prompt": "a", "completion": "b\ud800"}, "the completion is no valid Unicode"),
+    "case 16, too long": ({"prompt": "a", "completion_ids": [1] * 40000}, r"1 \+ 40000 tokens; the model takes 32768"),
+    "case 18, a forged turn": ({"prompt": [{"role": "user", "content": "a<|endoftext|>"}], "completion": "b"},
+                               r"a message holds '<\|endoftext\|>'"),
 }
 
 
@@ -191,16 +201,20 @@ def test_a_row_that_cannot_be_scored_is_refused(model, tmp_path, kind, capsys):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["logprobs", "--output", "x"], "--input is not given"), (["logprobs", "--input", "no-file", "--output", "x",
-                                                               "--model.path", "{model}"], "no-file"),
+    (["logprobs", "--output", "x"], "--input is not given"),
+    (["logprobs", "--input", "/dev/null", "--output", "x", "--model.path", "{model}"], "--input is '/dev/null'"),
+    (["logprobs", "--input", "{empty}", "--output", "x", "--model.path", "{model}"], "empty.jsonl: no rows"),
+    (["logprobs", "--input", "no-file", "--output", "x", "--model.path", "{model}"], "no-file"),
     (["eval", "--model.path", "{model}"], "data.eval is not set"), (["eval", "--data.eval", "x.jsonl"], "model.path"),
     (["eval", "--model.path", "{model}", "--data.eval", "nowhere.jsonl"], "data.eval is 'nowhere.jsonl'")])
-def test_what_is_missing_is_named(model, capsys, arguments, message):
+def test_what_is_missing_is_named(model, tmp_path, capsys, arguments, message):
     """Exit 2 with one line."""
     from spmd_rl.cli import main
 
+    (tmp_path / "empty.jsonl").write_text("\ufeff\r\n  \n")
+    places = {"{model}": str(model), "{empty}": str(tmp_path / "empty.jsonl")}
     with pytest.raises(SystemExit) as exit_:
-        main([argument.replace("{model}", str(model)) for argument in arguments])
+        main([places.get(argument, argument) for argument in arguments])
     assert exit_.value.code == 2
     output = capsys.readouterr().err
     assert message in output and output.startswith("error: ") and output.count("\n") == 1

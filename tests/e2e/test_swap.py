@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from launching import load_tool, make_rows, needs_cpu_engine, torchrun, write_config, write_jsonl
+from launching import load_tool, make_rows, needs_cpu_engine, run, torchrun, write_config, write_jsonl
 from safetensors.torch import load_file
 
 pytestmark = needs_cpu_engine
@@ -11,10 +11,10 @@ STEPS = 3
 LEFT_OUT = ("timing/", "perf/", "memory/")
 
 
-@pytest.fixture(scope="module")
-def runs(model, tmp_path_factory):
-    """The same config with each memory.swap: ZeRO 3, two ranks, a reference that moves, a checkpoint and an export each
-    step."""
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.long)])
+def runs(request, model, tmp_path_factory):
+    """The same config with each memory.swap: ZeRO 3, one rank or two, a reference that moves, a checkpoint and an
+    export each step."""
     base = tmp_path_factory.mktemp("swap")
     train = write_jsonl(base / "train.jsonl", make_rows(16, seed=1))
     for swap in ("never", "always"):
@@ -22,7 +22,8 @@ def runs(model, tmp_path_factory):
             base / f"{swap}.yaml", model, train, base / swap, run={"max_steps": STEPS}, memory={"swap": swap},
             loss={"beta": 0.1, "ref_model_sync_steps": 2}, checkpoint={"save_steps": 1, "export_steps": 1},
             policy={"zero_stage": 3, "optimizer": "adamw", "learning_rate": 1e-3, "weight_decay": 0.01})
-        torchrun(2, ["-m", "spmd_rl.train", "--config", str(config)]).succeeded()
+        command = ["-m", "spmd_rl.train", "--config", str(config)]
+        (run(command) if request.param == 1 else torchrun(request.param, command)).succeeded()
     return base
 
 

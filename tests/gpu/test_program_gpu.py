@@ -1,6 +1,8 @@
 """The whole program on one GPU: real vLLM and DeepSpeed, bf16, the engine asleep while the policy trains."""
 
+import gzip
 import json
+import pickle
 
 import launching
 import pytest
@@ -47,6 +49,27 @@ def test_first_step_and_sleep(stage, inputs, tmp_path):
         assert row["sampling/sampling_logp_difference/mean"] <= SAMPLER_GAP
         # 0.3 of the device while sampling; the tiny policy alone while training.
         assert row["memory/rollout_gib"] - row["memory/train_gib"] > 0.2 * row["memory/rollout_gib"]
+
+
+def test_a_profiled_step_leaves_a_trace_and_a_snapshot(inputs, tmp_path):
+    """Of the step asked for alone: phases and kernels in the trace; in torch's allocator snapshot the memory that is
+    held and who asked for it. What the machine did is among the metrics."""
+    rows = run_program(inputs, tmp_path, run={"output_dir": str(tmp_path / "run"), "max_steps": STEPS,
+                                              "profile_steps": "2"})
+    found = sorted(path.name for path in (tmp_path / "run" / "profile").iterdir())
+    assert found == ["step-2-rank-0.json.gz", "step-2-rank-0.pickle"]
+    trace = json.loads(gzip.decompress((tmp_path / "run" / "profile" / found[0]).read_bytes()))["traceEvents"]
+    phases = {event["name"] for event in trace if event.get("cat") == "user_annotation"}
+    assert {"step", "rollout", "learn", "train", "optimizer", "sync"} <= phases
+    assert sum(event.get("cat") == "kernel" for event in trace) > 100
+    snapshot = pickle.loads((tmp_path / "run" / "profile" / found[1]).read_bytes())
+    assert sum(segment["total_size"] for segment in snapshot["segments"]) > 0
+    events = [event for device in snapshot["device_traces"] for event in device]
+    assert {"alloc", "free_completed"} <= {event["action"] for event in events}
+    assert any(frame["filename"].endswith("policy.py") for event in events for frame in event.get("frames", ()))
+    assert 0 <= rows[0]["perf/gpu_utilization"] <= 1  # there is a reading a second; a tiny model's step may have none
+    for row in rows:
+        assert {"memory/rollout_gib", "memory/train_gib", "memory/host_used_gib", "memory/process_gib"} <= row.keys()
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])

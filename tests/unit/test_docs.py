@@ -1,14 +1,17 @@
 """The documents: what they name is there, and the page of options is that of the code."""
 
 import json
+import os
 import re
 import typing
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from launching import load_tool
+from transformers import AutoModelForCausalLM
 
 from spmd_rl.config import AdvantagesConfig, Config, LossConfig, as_dict, parse
 from spmd_rl.losses import LOSSES, LossInputs, loss_metrics
@@ -101,6 +104,120 @@ def test_options_that_pages_name_exist(page):
             if section in SECTIONS - {"deepspeed", "vllm"}:
                 assert set(values) <= {option.partition(".")[2] for option in OPTIONS
                                        if option.startswith(f"{section}.")}, (section, values)
+
+
+# Of torchrun, sbatch, srun, sacct, scancel, tensorboard and containers.
+FOREIGN = {"--nproc_per_node", "--standalone", "--array", "--full", "--logdir", "--ipc", "--pid", "--container-image",
+           "--distribution", "--format"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_flags_that_pages_name_exist(page):
+    """Each --flag without a section is one of the project's sources, or of a program that it is started by."""
+    ours = "".join(path.read_text() for folder in ("spmd_rl", "launch", "tools") for path in (ROOT / folder).rglob("*")
+                   if path.suffix in (".py", ".sh", ".sbatch"))
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*(?![\w.-]*\.\w)", page.read_text()))
+    assert {flag for flag in named if flag not in ours} <= FOREIGN
+
+
+def commands_of(page):
+    """Words of each command in a page's bash blocks, without the texts that are given to them (<<'END')."""
+    found = []
+    for block in re.findall(r"```bash[^\n]*\n(.*?)```", page.read_text(), re.DOTALL):
+        block = re.sub(r"<<'(\w+)'(.*?)\n.*?\n\1\n", r"\2\n", block, flags=re.DOTALL).replace("\\\n", " ")
+        found += [words for line in block.splitlines() if (words := shlex.split(line, comments=True))]
+    return found
+
+
+def flags_of(words):
+    """--flag of each word that is one."""
+    return {word.partition("=")[0] for word in words if word.startswith("--")}
+
+
+def program_of(words):
+    """(its source, the words for it, the words for the launcher in front of it)."""
+    if words[0] in ("python", "torchrun") and "-m" in words:
+        at = words.index("-m") + 1
+        module, rest = words[at], words[at + 1:]
+        if module == "spmd_rl.cli":
+            return program_of(["spmd-rl", *rest])[0], rest[1:], words[1:at - 1]
+        return ROOT / f"{module.replace('.', '/')}.py", rest, words[1:at - 1]
+    if words[0] == "spmd-rl":
+        return ROOT / "spmd_rl" / {"eval": "train.py", "logprobs": "inference.py"}.get(words[1], f"{words[1]}.py"), \
+            words[2:], []
+    scripts = [at for at, word in enumerate(words) if re.match(r"(\$SPMD_RL/)?(launch|tools)/", word)]
+    if words[0] in ("python", "bash", "sbatch") and scripts:
+        at = scripts[0]
+        return ROOT / words[at].removeprefix("$SPMD_RL/"), words[at + 1:], words[1:at]
+    return None, [], []
+
+
+LAUNCHERS = {"torchrun": {"--standalone", "--nproc_per_node"}, "sbatch": {"--nodes", "--time", "--array"}}
+ELSEWHERE = {"source", "export", "cat", "cd", "mv", "tail", "tensorboard"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_commands_are_understood(page, tmp_path, monkeypatch):
+    """Every command of a page names a program that is there, with options that it takes: a run's are parsed with the
+    config that they name, a script's stand in its source."""
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    (tmp_path / "my_run.yaml").write_text(
+        re.search(r"```yaml\n# my_run.yaml.*?\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1])
+    monkeypatch.chdir(tmp_path)
+    for words in commands_of(page):
+        source, own, launcher = program_of(words)
+        if source is None:
+            assert words[0] in ELSEWHERE or words[:2] == ["python", "-"], words
+            continue
+        assert flags_of(launcher) <= LAUNCHERS.get(words[0], set()), words
+        if source == ROOT / "pytest.py":
+            assert all(os.path.exists(ROOT / path) for path in own), words
+            continue
+        text = source.read_text()
+        if source.name == "train.py" or "-m spmd_rl.train" in text or source.suffix == ".sbatch":
+            parse(own)
+        elif source.name == "inference.py":
+            parse([word for at, word in enumerate(own) if not {"--input", "--output"} & {word, own[at - 1]}])
+        else:
+            assert all(flag in text for flag in flags_of(own)), words
+
+
+TOOLS_OF_README = [words for words in commands_of(ROOT / "README.md") if words[0] == "python" and "tools/" in words[1]]
+
+
+def test_the_readmes_inputs_are_made(tmp_path, monkeypatch, capsys):
+    """Its commands as they stand, on a smaller model and for fewer rows: a folder that Transformers loads, and prompts
+    of 26 numbers with four digits."""
+    pytest.importorskip("reasoning_gym")
+    monkeypatch.chdir(tmp_path)
+    for words in TOOLS_OF_README:
+        tool = load_tool(Path(words[1]).stem)
+        fewer = []
+        if "--preset" in words:
+            name = words[words.index("--preset") + 1]
+            small = tool.PRESETS[name] | dict(hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8,
+                                              vocab_size=320, intermediate_size=48)
+            monkeypatch.setitem(tool.PRESETS, name, small)
+        else:
+            fewer = ["--num_train", "8", "--num_heldout", "2"]
+        monkeypatch.setattr("sys.argv", [*words[1:], *fewer])
+        tool.main()
+    assert len(TOOLS_OF_README) == 2
+    assert AutoModelForCausalLM.from_pretrained("data/qwen3-1.7b").dtype == torch.bfloat16
+    for name, count in (("train", 8), ("heldout", 2)):
+        rows = [json.loads(line) for line in Path(f"data/qwen3-1.7b-{name}.jsonl").read_text().splitlines()]
+        assert len(rows) == count
+        assert all(len(re.findall(r"\b\d{4}\b", row["prompt"])) == 26 for row in rows), rows[0]
+
+
+def test_flags_of_the_readme_are_run_by_a_test():
+    """What a reader tries first is what the tests do: each --flag of the README stands in a test, or is run from the
+    page itself."""
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    shown = set(re.findall(r"(?<![\w-])--[a-z][\w.]*\w", (ROOT / "README.md").read_text()))
+    run = {flag for words in TOOLS_OF_README for flag in flags_of(words)}
+    run |= {flag for flag in shown if re.search(rf"[\"' ]{re.escape(flag)}[\"'= ]", tests)}
+    assert shown - run == set() and len(shown) > 12
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)

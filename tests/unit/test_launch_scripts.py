@@ -1,6 +1,7 @@
 """The scripts of launch/: how many ranks they start, on which GPUs, and what they refuse."""
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -69,3 +70,64 @@ def test_srun_starts_a_task_a_gpu_that_sees_them_all(launch):
     assert done.returncode == 0, done.stderr
     for option in ("--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--kill-on-bad-exit=1", "--gpu-bind=none"):
         assert f"{option} " in done.stdout
+
+
+# Stands for every program that a script calls: shows what it got, and makes what make_prompts and make_model would.
+STUB = """#!/usr/bin/env bash
+echo "$(basename "$0") $*"
+for word in "$@"; do if [[ $word == *.part ]]; then touch "$word"; fi; done
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A function that runs a script of a copy of the project, whose programs show what they were given."""
+    for name in ("launch", "tools"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    (tmp_path / "launch" / "setup_env.sh").write_text('echo "setup_env.sh $*"\n')
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").write_text(f"PATH={tmp_path}/.venv/bin:$PATH\n")
+    for name in ("python", "torchrun", "spmd-rl", "flake8", "mypy", "nvidia-smi"):
+        path = tmp_path / ".venv" / "bin" / name
+        path.write_text("#!/usr/bin/env bash\nexit 9\n" if name == "nvidia-smi" else STUB)
+        path.chmod(0o755)
+    (tmp_path / "data" / "quickstart").mkdir(parents=True)
+    (tmp_path / "runs" / "quickstart-3").mkdir(parents=True)
+
+    def start(*command):
+        return subprocess.run(["bash", *command], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+
+    return start
+
+
+def test_the_quickstart_takes_a_seed(checkout):
+    """`quickstart.sh --seed 3` is a run of its own on prompts of its own; the starting model is made once."""
+    shown = []
+    for _ in range(2):
+        done = checkout("launch/quickstart.sh", "--seed", "3")
+        assert done.returncode == 0, done.stdout + done.stderr
+        shown.append(done.stdout)
+        train, = [line for line in done.stdout.splitlines() if line.startswith("torchrun ")]
+        assert "--nproc_per_node 2 " in train and "--data.train data/quickstart/train-3.jsonl" in train
+        assert "--run.seed 3 --run.output_dir runs/quickstart-3 " in train
+        assert "spmd-rl report runs/quickstart-3" in done.stdout
+    assert shown[0].count("make_prompts.py") == 2 and shown[0].count("make_model.py") == 1
+    assert "tools/" not in shown[1]
+
+
+@pytest.mark.parametrize("arguments", [["--seed", "x"], ["--seed"], ["--sed", "3"], ["3"], ["--seed", "-1"]])
+def test_the_quickstart_refuses_what_it_does_not_know(checkout, arguments):
+    """With one line, before anything is set up."""
+    done = checkout("launch/quickstart.sh", *arguments)
+    assert done.returncode != 0 and "setup_env" not in done.stdout and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments, pytest_gets", [
+    ([], "-m not long"), (["--all"], ""), (["--all", "-k", "x"], "-k x"), (["tests/unit"], "-m not long tests/unit")])
+def test_the_tests_have_two_tiers(checkout, arguments, pytest_gets):
+    """`tools/test.sh` leaves out the long tier, `--all` nothing; both run flake8 and mypy first."""
+    done = checkout("tools/test.sh", *arguments)
+    assert done.returncode == 0, done.stderr
+    *before, last = done.stdout.splitlines()
+    assert [line.split()[0] for line in before] == ["setup_env.sh", "flake8", "mypy"]
+    assert last == f"python -m pytest -n 2 --dist loadfile {pytest_gets}".rstrip()

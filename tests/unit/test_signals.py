@@ -36,13 +36,17 @@ def test_a_signal_is_noted_and_nothing_else(number, capfd):
 def test_a_forked_child_ends_by_a_signal():
     """A child that inherited the handler has no steps to stop between: it ends as any process does."""
     StopRequest(0)
+    runs, says = os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(says, b"x")
         time.sleep(20)
         os._exit(0)
-    time.sleep(0.3)  # a signal in the middle of the fork itself is dropped by Python
+    os.read(runs, 1)  # a signal in the middle of the fork itself is dropped by Python
     os.kill(child, signal.SIGTERM)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+    os.close(runs)
+    os.close(says)
 
 
 def test_the_time_limit_counts_from_the_process_start(monkeypatch):
