@@ -220,6 +220,19 @@ def num_compilations() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+def filled_up(heads: Tensor, length: int) -> Tensor:
+    """(1, heads, S, head size) with zeros up to `length`, in memory in the order (S, heads, head size) of the
+    projections: the result of attention is then in it too, and needs no copy.
+
+    With the same strides whether anything was filled or not, also those of axes of one item, which torch takes as they
+    come: code is compiled for strides, and a row that has the length already would be compiled for again.
+    """
+    tokens = heads.transpose(1, 2)
+    if length > tokens.shape[1]:
+        tokens = F.pad(tokens, (0, 0, 0, 0, 0, length - tokens.shape[1]))
+    return tokens.reshape(-1, tokens.shape[3]).view(tokens.shape).transpose(1, 2)
+
+
 _compiled_flex = None
 
 
@@ -237,10 +250,7 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, packed: PackedSegments, win
 
         _compiled_flex = torch.compile(flex_attention, dynamic=False)
     size = query.shape[2]
-    if packed.length > size:
-        # In the order (S, heads, head size) of the projections: the result is then in it too, and needs no copy.
-        query, key, value = (F.pad(t.transpose(1, 2), (0, 0, 0, 0, 0, packed.length - size)).transpose(1, 2)
-                             for t in (query, key, value))
+    query, key, value = (filled_up(t, packed.length) for t in (query, key, value))
     with torch._dynamo.config.patch(recompile_limit=MAX_COMPILATIONS, fail_on_recompile_limit_hit=True):
         out = _compiled_flex(query, key, value, block_mask=packed.block_mask(window), scale=scaling,
                              enable_gqa=query.shape[1] != key.shape[1], kernel_options=KERNEL_OPTIONS or None)

@@ -393,3 +393,24 @@ def test_the_documented_figure_is_the_mask(completion):
     place = torch.arange(12)
     assert drawn == mask(0, 0, place[:, None], place[None, :]).tolist()
     assert positions == mb.positions_S.tolist()
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 8])
+@pytest.mark.parametrize("layout", ["projections", "heads first", "rotated"])
+def test_rows_of_a_compiled_length_have_the_strides_of_filled_ones(num_heads, layout):
+    """Whatever a model's own layout is, and for a single head too: compiled code is for strides, and every other row
+    would be compiled for again. Values stay, filler is 0, and the gradient is the values' own."""
+    found = []
+    for size in (5, 8):
+        heads = torch.randn(1, size, num_heads, 4, requires_grad=True)
+        given = heads.transpose(1, 2)
+        if layout == "heads first":
+            given = given.contiguous()
+        elif layout == "rotated":
+            given = given * 2 + torch.cat((given[..., 2:], given[..., :2]), -1)
+        filled = attention.filled_up(given, 8)
+        assert torch.equal(filled[:, :, :size], given) and not filled[:, :, size:].any()
+        filled.sum().backward()
+        assert torch.equal(heads.grad, torch.full_like(heads, 3.0 if layout == "rotated" else 1.0))
+        found.append(filled.stride())
+    assert found[0] == found[1] == (8 * num_heads * 4, 4, num_heads * 4, 1)
