@@ -97,12 +97,17 @@ class LoadPlan:
 
     @torch.no_grad()
     def load(self, weights: Iterable[Weight]) -> None:
-        """Make the copies, each weight's as it comes, on the current stream."""
+        """Make the copies, each weight's as it comes, on the current stream. Raises RuntimeError where not all came."""
         for tensor in self._zeros:
             tensor.zero_()
+        missing = set(self._copies)
         for weight in weights:
             for target, source in self._pairs(weight):
                 target.copy_(source)
+            missing.discard(weight.name)
+        if missing:
+            raise RuntimeError(f"weight sync ended without {len(missing)} of {len(self._copies)} weights: "
+                               f"{sorted(missing)[:8]}")
 
     @torch.no_grad()
     def differences(self, weights: Iterable[Weight]) -> list[str]:

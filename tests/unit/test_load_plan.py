@@ -113,6 +113,14 @@ def test_differences_are_found_to_the_bit():
     assert plan.differences(Weight.of(name, w) for name, w in made.items()) == ["k", "norm"]
 
 
+def test_a_load_without_all_weights_is_refused():
+    """The slices that nobody filled would be of older weights."""
+    engine, made = Engine(), weights_of()
+    plan = plan_of(engine)
+    with pytest.raises(RuntimeError, match=r"without 2 of 8 weights: \['k', 'norm'\]"):
+        plan.load(Weight.of(name, w) for name, w in made.items() if name not in ("k", "norm"))
+
+
 def test_a_parameter_that_moved_is_named():
     """After it got other memory the old plan would write to memory of something else."""
     engine = Engine()
