@@ -198,8 +198,8 @@ def readers(mesh: Mesh, hosts: Sequence[str]) -> list[bool]:
 
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
-        # The host, which tells other processes; and this stream alone: masters on their way out take far longer.
-        torch.cuda.current_stream(device).synchronize()
+        # Not the whole device: masters on their way to the host take far longer.
+        torch.cuda.current_stream(device).synchronize()  # the host: other processes are told by it
 
 
 def is_whole(weight: Weight) -> bool:
