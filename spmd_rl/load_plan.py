@@ -97,12 +97,17 @@ class LoadPlan:
 
     @torch.no_grad()
     def load(self, weights: Iterable[Weight]) -> None:
-        """Make the copies, each weight's as it comes, on the current stream."""
+        """Make the copies, each weight's as it comes, on the current stream. Raises RuntimeError where not all came."""
         for tensor in self._zeros:
             tensor.zero_()
+        missing = set(self._copies)
         for weight in weights:
             for target, source in self._pairs(weight):
                 target.copy_(source)
+            missing.discard(weight.name)
+        if missing:
+            raise RuntimeError(f"weight sync ended without {len(missing)} of {len(self._copies)} weights: "
+                               f"{sorted(missing)[:8]}")
 
     @torch.no_grad()
     def differences(self, weights: Iterable[Weight]) -> list[str]:
@@ -189,7 +194,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._parameters = {p.untyped_storage()._cdata: (name, p) for name, p in parameters.items()}
-        self._weights = {tensor.untyped_storage()._cdata: name for name, tensor in weights.items()}
+        self._weights = {tensor.untyped_storage()._cdata: (name, tensor.dtype) for name, tensor in weights.items()}
         self.copies: dict[str, list[Copy]] = {name: [] for name in weights}
         self.zeros: list[tuple[str, int, Tensor]] = []
 
@@ -212,12 +217,16 @@ class _Recorder(TorchDispatchMode):
             self.zeros.append((name, start, target))
             return
         source = rest[0] if func is torch.ops.aten.copy_.default else None
-        weight = self._weights.get(source.untyped_storage()._cdata) if isinstance(source, Tensor) else None
-        if weight is None or source.dtype != target.dtype or source.shape != target.shape:  # type: ignore[union-attr]
+        if not isinstance(source, Tensor) or not self._is_slice(source, target):
             raise Unplannable(f"{name} is not a copy of a weight's slice")
-        assert isinstance(source, Tensor), "a weight's slice is a tensor"
+        weight, _ = self._weights[source.untyped_storage()._cdata]
         self.copies[weight].append(
             Copy((tuple(source.shape), source.stride(), int(source.storage_offset())), name, start, target))
+
+    def _is_slice(self, source: Tensor, target: Tensor) -> bool:
+        """Whether it is elements of a weight as they are, all that the target takes."""
+        _, dtype = self._weights.get(source.untyped_storage()._cdata, ("", None))
+        return source.dtype == dtype == target.dtype and source.shape == target.shape and not source.is_neg()
 
 
 def record(parameters: Mapping[str, Tensor], shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],

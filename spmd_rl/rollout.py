@@ -339,13 +339,15 @@ def hf_names(engine_model: Any) -> set[str]:
     """Names of the engine's parameters as the checkpoint has them; a tied head is the embedding's."""
     fused = getattr(engine_model, "packed_modules_mapping", {})
     tied = engine_model.config.tie_word_embeddings
-    names = set()
-    for name, _ in engine_model.named_parameters():
-        module, _, kind = name.rpartition(".")
-        parent, _, leaf = module.rpartition(".")
-        parts = fused.get(leaf, [leaf])
-        names |= {".".join(filter(None, (parent, part, kind))) for part in parts}
+    names = {part for name, _ in engine_model.named_parameters() for part in parts_of(name, fused)}
     return names - {"lm_head.weight"} if tied else names
+
+
+def parts_of(name: str, fused: Mapping[str, Sequence[str]]) -> list[str]:
+    """The checkpoint's names of what an engine's parameter consists of, in order; fused: module -> modules."""
+    module, _, kind = name.rpartition(".")
+    parent, _, leaf = module.rpartition(".")
+    return [".".join(filter(None, (parent, part, kind))) for part in fused.get(leaf, [leaf])]
 
 
 def prepare_environment(config: Config, mesh: Mesh) -> None:

@@ -38,8 +38,9 @@ class Shared:
 
     name = "shared"
 
-    def __init__(self, held: Callable[[], Sequence[Weight]]) -> None:
-        self._held = held
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        """parameters: the policy's, all of them."""
+        self._parameters = parameters
         self._addresses = self._now()
 
     def offer(self) -> None:
@@ -56,7 +57,7 @@ class Shared:
         """Nothing is held."""
 
     def _now(self) -> list[int]:
-        return [weight.spans[0].flat.data_ptr() for weight in self._held()]
+        return [parameter.data_ptr() for parameter in self._parameters]
 
 
 class Gather:
@@ -197,7 +198,8 @@ def readers(mesh: Mesh, hosts: Sequence[str]) -> list[bool]:
 
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # the host: other processes are told by it
+        # Not the whole device: masters on their way to the host take far longer.
+        torch.cuda.current_stream(device).synchronize()  # the host: other processes are told by it
 
 
 def is_whole(weight: Weight) -> bool:

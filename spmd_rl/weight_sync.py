@@ -59,7 +59,7 @@ class WeightSync:
         self._transport: Transport = Gather(lambda: policy.full_weights(config.bucket_mib * 2**20))
         self._reason = ""
         if not rollout.why_not_shared:
-            self._transport = Shared(policy.held_weights)
+            self._transport = Shared([parameter for _, parameter in policy.named_parameters()])
         elif config.transport == "shared":
             raise ConfigError(f"weight_sync.transport is 'shared': {rollout.why_not_shared}; set auto or ipc")
         elif config.transport in ("auto", "ipc"):

@@ -3,10 +3,11 @@
     torchrun --nproc_per_node 2 tools/check_weight_sync.py --model DIR --stages 0,1,2,3 --transports ipc,gather
     torchrun --nproc_per_node 2 tools/check_weight_sync.py --model DIR --stages 3 --bucket_mib 1 --steps 200
 
-With `shared` nothing is filled: every parameter of the engine has to lie in the policy's storages. For each other
-transport and each ZeRO stage: a first sync (through vLLM's own loading), optimizer steps, and a sync after each.
-The truth is the policy's gathered weights, loaded by vLLM one by one. Where vLLM keeps repacked weights, as it does on
-a CPU without --plain, log-probs of engine and policy stand for the bits. Exits with 1 where a cell is wrong.
+With `shared` nothing is filled: every parameter of the engine has to lie in the policy's storages, and have its own
+weight's bits. For each other transport and each ZeRO stage: a first sync (through vLLM's own loading), optimizer steps,
+and a sync after each. The truth is the policy's gathered weights, loaded by vLLM one by one. Where vLLM keeps repacked
+weights, as it does on a CPU without --plain, log-probs of engine and policy stand for the bits. Exits with 1 where a
+cell is wrong.
 """
 
 import argparse
@@ -24,11 +25,13 @@ from spmd_rl.batch import Completion, pack
 from spmd_rl.config import (BatchConfig, Config, DataConfig, LossConfig, MeshConfig, ModelConfig, PolicyConfig,
                             RolloutConfig, RunConfig, WeightSyncConfig)
 from spmd_rl.load_plan import Weight
+from spmd_rl.memory import away
 from spmd_rl.mesh import Mesh, leave, say_once
 from spmd_rl.model import load_hf_config
+from spmd_rl.offload import HostMemory, Tenant
 from spmd_rl.policy import Policy
 from spmd_rl.prompts import load_tokenizer
-from spmd_rl.rollout import EngineState, Rollout
+from spmd_rl.rollout import EngineState, Rollout, parts_of
 from spmd_rl.weight_sync import WeightSync
 
 # Largest difference of log-probs that rounding explains: in bf16 up to 0.054 between equal bits of small random models.
@@ -68,7 +71,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tensor_parallel_size", type=int, default=1)
     parser.add_argument("--bucket_mib", type=several(int), default=[512], help="of gather")
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps, each with a sync, after the first sync")
-    parser.add_argument("--moving", action="store_true", help="send handles at every sync, as if weights moved")
+    parser.add_argument("--moving", action="store_true", help="weights leave the device and return before each sync")
     parser.add_argument("--plain", action="store_true", help="CPU: keep vLLM from repacking weights")
     parser.add_argument("--one_gpu", action="store_true", help="all ranks on the first GPU")
     parser.add_argument("--out", help="JSON file")
@@ -128,11 +131,15 @@ def check_cell(args: argparse.Namespace, mesh: Mesh, policy: Policy, rollout: Ro
     rollout.use_plan(None)
     sync = WeightSync(WeightSyncConfig(transport=transport, bucket_mib=bucket), mesh, policy, rollout,
                       weights_stay=not args.moving)
+    host = HostMemory(pinned=mesh.device.type == "cuda", chunk_bytes=2**26)
     wrong: set[str] = set()
     seconds, resources, gap, compared = [], [], 0.0, 0
     for number in range(args.steps + 1):
         if number:
             learn(policy, mesh)
+        if args.moving and transport != "shared":
+            with away(mesh.device, host, policy.storages, [Tenant.WEIGHTS]):
+                pass
         if transport != "shared":
             truth = true_weights(policy, rollout)
             make_noise(policy, rollout)
@@ -143,7 +150,7 @@ def check_cell(args: argparse.Namespace, mesh: Mesh, policy: Policy, rollout: Ro
         seconds.append(time.perf_counter() - start)
         found = rollout.engine_parameters()
         if transport == "shared":
-            wrong |= not_views(found, policy)
+            wrong |= not_views(found, policy) | not_theirs(found, policy, rollout)
         else:
             wrong |= {name for name, tensor in found.items() if not torch.equal(bits(tensor), truth[name])}
         compared = sum(tensor.numel() for tensor in found.values())
@@ -195,6 +202,14 @@ def not_views(engine: dict[str, torch.Tensor], policy: Policy) -> set[str]:
     return {name for name, tensor in engine.items()
             if not any(start <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= start + size
                        for start, size in storages.items())}
+
+
+def not_theirs(engine: dict[str, torch.Tensor], policy: Policy, rollout: Rollout) -> set[str]:
+    """Parameters of the engine that have not the bits of their own weights, one after another where vLLM fuses them."""
+    fused = rollout._llm.apply_model(lambda model: model.packed_modules_mapping)[0]
+    weights = {weight.name: weight.spans[0].flat for weight in policy.held_weights()}
+    own = {name: torch.cat([weights[part] for part in parts_of(name, fused)]) for name in engine}
+    return {name for name, tensor in engine.items() if not torch.equal(bits(tensor).view(-1), bits(own[name]))}
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

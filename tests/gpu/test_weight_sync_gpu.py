@@ -1,4 +1,5 @@
-"""Weight sync with CUDA handles and vLLM on a GPU: bits, several NCCL ranks on the one device, nothing that grows.
+"""Weight sync with CUDA handles and vLLM on a GPU: bits, nothing that grows. Several NCCL ranks are on the one device
+where there are too few.
 
 tools/check_weight_sync.py fills the engine with noise, syncs, and compares.
 """
@@ -8,6 +9,7 @@ import os
 
 import launching
 import pytest
+import torch
 
 pytestmark = pytest.mark.gpu
 TOOL = str(launching.ROOT / "tools" / "check_weight_sync.py")
@@ -26,7 +28,7 @@ def check(tmp_path_factory):
             sizes = tool.TINY | dict(tied=tied, vocab_size=VOCABULARY)
             tool.save(path, tool.build_model(family, **sizes), tool.make_tokenizer(VOCABULARY))
         out = folder / f"{len(list(folder.iterdir()))}.json"
-        shared_gpu = ["--one_gpu"] if ranks > 1 else []
+        shared_gpu = ["--one_gpu"] if ranks > torch.cuda.device_count() else []
         launching.torchrun(ranks, [TOOL, "--model", str(path), "--device", "cuda", "--out", str(out), *options.split(),
                                    *shared_gpu], env={"PYTHONPATH": path_with_root()}).succeeded()
         return json.loads(out.read_text())

@@ -113,6 +113,14 @@ def test_differences_are_found_to_the_bit():
     assert plan.differences(Weight.of(name, w) for name, w in made.items()) == ["k", "norm"]
 
 
+def test_a_load_without_all_weights_is_refused():
+    """The slices that nobody filled would be of older weights."""
+    engine, made = Engine(), weights_of()
+    plan = plan_of(engine)
+    with pytest.raises(RuntimeError, match=r"without 2 of 8 weights: \['k', 'norm'\]"):
+        plan.load(Weight.of(name, w) for name, w in made.items() if name not in ("k", "norm"))
+
+
 def test_a_parameter_that_moved_is_named():
     """After it got other memory the old plan would write to memory of something else."""
     engine = Engine()
@@ -167,6 +175,12 @@ class Faulty(Engine):
     def expects_another_shape(self, name, weight):
         assert weight.shape == (1,), "another shape"
 
+    def negates_lazily(self, name, weight):
+        self.parameters[name].data.copy_(torch._neg_view(weight))
+
+    def reads_as_another_dtype(self, name, weight):
+        self.parameters[name].data.view(torch.int16).copy_(weight.view(torch.int16))
+
     def broadcasts(self, name, weight):
         self.parameters[name].data.copy_(weight[:1])
 
@@ -174,7 +188,8 @@ class Faulty(Engine):
 FAULTS = {"scales": ["q", "norm", "down"], "transposes": ["down"], "leaves_out": ["embed", "q", "up", "norm"],
           "fills_half": ["norm"], "fills_twice": ["norm", "gate"], "fills_with_gaps": ["down"],
           "adds": ["norm", "down"], "fills_with_one": ["norm"], "looks_at_the_data": ["norm"],
-          "expects_another_shape": ["k"], "broadcasts": ["down"]}
+          "expects_another_shape": ["k"], "negates_lazily": ["norm"], "reads_as_another_dtype": ["norm"],
+          "broadcasts": ["down"]}
 
 
 @pytest.mark.parametrize("fault, name", [(fault, name) for fault, names in FAULTS.items() for name in names])

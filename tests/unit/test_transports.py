@@ -14,7 +14,7 @@ import torch
 from spmd_rl import handles
 from spmd_rl.handles import Handle, Place, export, open_handle
 from spmd_rl.load_plan import Span, Weight
-from spmd_rl.transports import Ipc, Lies, Offer, is_whole, lay_out, why_not_ipc
+from spmd_rl.transports import Ipc, Lies, Offer, Shared, is_whole, lay_out, why_not_ipc
 
 CPU = torch.device("cpu")
 HERE = Place("this", "cpu", os.getpid())
@@ -164,6 +164,18 @@ def test_a_storage_that_moved_is_refused():
     job.parts[0] = shards_of(0, 2, tensors())
     with pytest.raises(RuntimeError, match="has moved since its handle was sent"):
         job.ranks[0].offer()
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_shared_weight_that_moved_is_refused(number):
+    """The engine's parameter is a view of where it was; a step in place is no move."""
+    parameters = [torch.nn.Parameter(tensor) for tensor in tensors().values()]
+    shared = Shared(parameters)
+    parameters[number].data.add_(1)
+    assert shared.offer() is None and not list(shared.weights([None]))
+    parameters[number].data = parameters[number].data.clone()
+    with pytest.raises(RuntimeError, match="the policy's weights have moved"):
+        shared.offer()
 
 
 def test_a_peer_that_sent_nothing_is_refused():
