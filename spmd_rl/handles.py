@@ -67,11 +67,11 @@ def open_handle(handle: Handle, place: Place) -> torch.UntypedStorage:
         return torch.UntypedStorage._new_shared_filename_cpu(*handle.arguments)
     if handle.place.pid == place.pid:
         raise RuntimeError("a process cannot open a CUDA handle of its own")
-    device = _visible().get(handle.place.device)
-    if device is None:
+    if handle.place.device not in _visible():
         raise RuntimeError(f"GPU {handle.place.device} cannot be seen by this process: show every rank all GPUs of its "
                            "host (in SLURM --gpu-bind=none)")
-    return torch.UntypedStorage._new_shared_cuda(device, *handle.arguments[1:])
+    # On this process's device: on the owner's it would make a context there, half a GiB a reader.
+    return torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *handle.arguments[1:])
 
 
 def release() -> None:
@@ -84,5 +84,5 @@ def _uuid(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
-def _visible() -> dict[str, int]:
-    return {_uuid(index): index for index in range(torch.cuda.device_count())}
+def _visible() -> set[str]:
+    return {_uuid(index) for index in range(torch.cuda.device_count())}

@@ -258,7 +258,7 @@ def test_a_handle_that_cannot_be_opened_says_why(of, why):
 
 def test_gpu_handles_that_cannot_be_opened_say_why(monkeypatch):
     """One of this process's own (CUDA would say "invalid device context"), and one of a GPU that is hidden."""
-    monkeypatch.setattr(handles, "_visible", lambda: {"GPU-1": 0})
+    monkeypatch.setattr(handles, "_visible", lambda: {"GPU-1"})
     here = Place("this", "GPU-1", 7)
     with pytest.raises(RuntimeError, match="of its own"):
         open_handle(Handle(here, 4, ()), here)
