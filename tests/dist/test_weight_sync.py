@@ -77,7 +77,7 @@ def test_every_tensor_has_the_policys_bits(launches, family, tied, tensor_parall
 
 
 @pytest.mark.parametrize("family, tied, tensor_parallel_size, ranks", [
-    ("qwen2", True, 1, 2), long("gemma3", True, 2, 2), long("qwen3", False, 1, 2), long("llama", True, 2, 2)])
+    long("qwen2", True, 1, 2), long("gemma3", True, 2, 2), long("qwen3", False, 1, 2), long("llama", True, 2, 2)])
 def test_a_repacked_engine_gives_the_policys_logprobs(launches, family, tied, tensor_parallel_size, ranks):
     """fp32, where vLLM keeps copies of its own: there is no plan, all goes layer by layer, and log-probs agree to 1e-5
     after each sync, those of a tied head too."""

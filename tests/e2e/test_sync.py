@@ -14,24 +14,25 @@ LEFT_OUT = ("timing/", "perf/", "memory/")
 
 @pytest.fixture(scope="module")
 def runs(model, tmp_path_factory):
-    """transport -> folder of a run on two ranks at ZeRO 2. With `shared`, all that can move takes its turns, too."""
+    """(transport, ranks) -> folder of a run at ZeRO 2. With `shared`, all that can move takes its turns, too."""
     base = tmp_path_factory.mktemp("sync")
     train = write_jsonl(base / "train.jsonl", make_rows(16, seed=1))
 
-    def run(transport):
+    def run(transport, ranks):
+        name = f"{transport}-{ranks}"
         swap = {"memory": {"swap": "always"}} if transport == "shared" else {}
         config = write_config(
-            base / f"{transport}.yaml", model, train, base / transport, run={"max_steps": STEPS}, loss={"beta": 0.1},
+            base / f"{name}.yaml", model, train, base / name, run={"max_steps": STEPS}, loss={"beta": 0.1},
             policy={"zero_stage": 2, "optimizer": "adamw", "learning_rate": 1e-3}, checkpoint={"save_steps": 2},
             weight_sync={"transport": transport}, **swap)
-        finished = start(config).succeeded()
-        return base / transport, config, finished.output
+        finished = start(config, ranks).succeeded()
+        return base / name, config, finished.output
 
     return Once(run)
 
 
-def start(config):
-    return torchrun(2, [str(ROOT / "tests" / "e2e" / "plain.py"), "--config", str(config)],
+def start(config, ranks):
+    return torchrun(ranks, [str(ROOT / "tests" / "e2e" / "plain.py"), "--config", str(config)],
                     env={"PYTHONPATH": str(ROOT)})
 
 
@@ -40,11 +41,12 @@ def metrics_of(folder):
     return [{k: v for k, v in row.items() if not k.startswith(LEFT_OUT)} for row in rows]
 
 
-@pytest.mark.parametrize("transport", ["shared", pytest.param("gather", marks=pytest.mark.long)])
-def test_the_transport_changes_no_metric_and_no_weight(runs, transport):
+@pytest.mark.parametrize("transport, ranks", [("shared", 1), pytest.param("shared", 2, marks=pytest.mark.long),
+                                              pytest.param("gather", 2, marks=pytest.mark.long)])
+def test_the_transport_changes_no_metric_and_no_weight(runs, transport, ranks):
     """`ipc` with its handles, `gather`, and an engine that has no weights of its own: bit for bit."""
-    folder, _, output = runs(transport)
-    wanted, _, ipc_output = runs("ipc")
+    folder, _, output = runs(transport, ranks)
+    wanted, _, ipc_output = runs("ipc", ranks)
     assert len(metrics_of(wanted)) >= STEPS and metrics_of(folder) == metrics_of(wanted)
     one, other = (load_file(path / "export" / "model.safetensors") for path in (folder, wanted))
     assert all(one[name].equal(other[name]) for name in other) and one.keys() == other.keys()
@@ -55,18 +57,18 @@ def test_the_transport_changes_no_metric_and_no_weight(runs, transport):
 @pytest.mark.long
 def test_a_shared_run_resumes(runs):
     """The checkpoint is in the policy before the engine takes its memory: the last step is the one that was."""
-    folder, config, _ = runs("shared")
+    folder, config, _ = runs("shared", 1)
     before = metrics_of(folder)
     shutil.rmtree(folder / "export")
     shutil.rmtree(folder / "checkpoints" / f"step-{STEPS}")
-    start(config).succeeded()
+    start(config, 1).succeeded()
     assert metrics_of(folder)[-1] == before[-1]
 
 
 @pytest.mark.long
 def test_a_repacked_engine_is_not_shared(runs, model):
     """vLLM on a CPU keeps repacked copies, which would sample from the first weights for ever."""
-    folder, config, _ = runs("ipc")
+    folder, config, _ = runs("ipc", 2)
     text = config.read_text().replace("transport: ipc", "transport: shared").replace(str(folder), f"{folder}-refused")
     refused = config.with_name("refused.yaml")
     refused.write_text(text)
