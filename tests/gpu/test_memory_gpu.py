@@ -114,6 +114,28 @@ def test_nothing_grows(cycled):
     assert max(cycled["used"]) < 4
 
 
+def test_the_residents_explain_what_is_used(cycled):
+    """With the engine asleep, what the driver sees beyond a context and the tenants is less than 1 GiB."""
+    assert all(0 <= gib < 1 for gib in cycled["unexplained"]), cycled["unexplained"]
+
+
+@pytest.mark.parametrize("transport", ["auto", "shared"])
+def test_the_share_of_the_device_is_honoured(inputs, tmp_path, transport):
+    """While it samples, weights, KV cache and all the engine's work take rollout.gpu_memory_utilization, within 5 %; also
+    where the weights are the policy's."""
+    model, train = inputs
+    config = launching.write_config(
+        tmp_path / "config.yaml", model, train, tmp_path / "run", mesh={"device": "cuda"}, memory={"swap": "always"},
+        rollout={"num_generations": 4, "max_completion_length": 6, "gpu_memory_utilization": 0.3},
+        weight_sync={"transport": transport}, run={"output_dir": str(tmp_path / "run"), "max_steps": 2})
+    (tmp_path / "run").mkdir()
+    path = os.pathsep.join([str(launching.ROOT), str(launching.ROOT / "tests" / "dist")])
+    launching.run([str(launching.ROOT / "tests" / "gpu" / "worker_memory.py"), str(config),
+                   str(tmp_path / "found.json"), "1"], env={"PYTHONPATH": path}).succeeded()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["sampling"] == pytest.approx(0.3 * found["device"], rel=0.05)
+
+
 def test_out_of_memory_says_who_is_there(cycled):
     """Phase, tenants in GiB, the driver's free memory, and what to change."""
     text = cycled["explained"]

@@ -32,17 +32,22 @@ def used_gib():
 
 
 def main():
+    torch.zeros(1, device="cuda")
+    context = used_gib()
     config, _ = parse(["--config", sys.argv[1], "--model.dtype", "bfloat16"])
     inputs = load_inputs(config, 1)
     inputs.rewards.start()
     mesh = Mesh(config.mesh, 1, config.run.seed)
     job = Job(config, mesh, inputs, memory_plan(config, inputs, 1, mesh.smallest_device_bytes()))
     memory = job.parts.memory
-    found = {"greedy": [greedy(job)], "used": [], "refused": []}
+    found = {"greedy": [greedy(job)], "used": [], "refused": [], "unexplained": [], "sampling": used_gib() - context,
+             "device": torch.cuda.mem_get_info()[1] / GIB}
     for _ in range(int(sys.argv[3])):
         memory.enter("train")
         memory.wait_for_step()
         found["used"].append(used_gib())
+        residents = sum(memory._offloader.bytes_on_device().values()) / GIB
+        found["unexplained"].append(used_gib() - context - residents)
         for wrong in (lambda: memory.enter("rollout"), lambda: greedy(job), job.parts.weight_sync.sync):
             try:
                 wrong()
