@@ -20,6 +20,12 @@ def cell(name):
                 offload_optimizer="offload" in name, reference="reference" in name)
 
 
+def python_path():
+    """The project, tests/dist, and what was there."""
+    there = os.environ.get("PYTHONPATH", "")
+    return os.pathsep.join([str(launching.ROOT), str(launching.ROOT / "tests" / "dist"), there])
+
+
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("memory")
@@ -33,9 +39,8 @@ def moved(inputs, tmp_path_factory):
     job = folder / "job.json"
     job.write_text(json.dumps(dict(model=str(inputs[0]), device="cuda",
                                    cells={name: cell(name) for name in TWINS + REFERENCES})))
-    path = os.pathsep.join([str(launching.ROOT / "tests" / "dist"), os.environ.get("PYTHONPATH", "")])
     launching.run([str(launching.ROOT / "tests" / "dist" / "worker_offload.py"), str(job)],
-                  env={"PYTHONPATH": os.pathsep.join([str(launching.ROOT), path])}).succeeded()
+                  env={"PYTHONPATH": python_path()}).succeeded()
     return json.loads((folder / "results.json").read_text())
 
 
@@ -74,9 +79,8 @@ def cycled(inputs, tmp_path_factory):
         run={"output_dir": str(folder / "run"), "max_steps": 2})
     worker = str(launching.ROOT / "tests" / "gpu" / "worker_memory.py")
     (folder / "run").mkdir()
-    path = os.pathsep.join([str(launching.ROOT), str(launching.ROOT / "tests" / "dist")])
     launching.run([worker, str(config), str(folder / "found.json"), str(CYCLES)],
-                  env={"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512", "PYTHONPATH": path}).succeeded()
+                  env={"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512", "PYTHONPATH": python_path()}).succeeded()
     return json.loads((folder / "found.json").read_text())
 
 
@@ -121,7 +125,7 @@ def test_the_residents_explain_what_is_used(cycled):
 
 @pytest.mark.parametrize("transport", ["auto", "shared"])
 def test_the_share_of_the_device_is_honoured(inputs, tmp_path, transport):
-    """While it samples, weights, KV cache and all the engine's work take rollout.gpu_memory_utilization, within 5 %; also
+    """While it samples, weights, KV cache and the engine's work take rollout.gpu_memory_utilization, within 5 %; also
     where the weights are the policy's."""
     model, train = inputs
     config = launching.write_config(
@@ -129,9 +133,8 @@ def test_the_share_of_the_device_is_honoured(inputs, tmp_path, transport):
         rollout={"num_generations": 4, "max_completion_length": 6, "gpu_memory_utilization": 0.3},
         weight_sync={"transport": transport}, run={"output_dir": str(tmp_path / "run"), "max_steps": 2})
     (tmp_path / "run").mkdir()
-    path = os.pathsep.join([str(launching.ROOT), str(launching.ROOT / "tests" / "dist")])
     launching.run([str(launching.ROOT / "tests" / "gpu" / "worker_memory.py"), str(config),
-                   str(tmp_path / "found.json"), "1"], env={"PYTHONPATH": path}).succeeded()
+                   str(tmp_path / "found.json"), "1"], env={"PYTHONPATH": python_path()}).succeeded()
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["sampling"] == pytest.approx(0.3 * found["device"], rel=0.05)
 
