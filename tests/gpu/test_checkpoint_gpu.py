@@ -23,7 +23,8 @@ def found(tmp_path_factory):
     model = launching.make_model(folder / "model", tied=True)
     (folder / "job.json").write_text(json.dumps({"model": str(model), "folder": str(folder), "cells": CELLS,
                                                  "device": "cuda"}))
-    path = os.pathsep.join([str(launching.ROOT), str(launching.ROOT / "tests" / "dist")])
+    there = os.environ.get("PYTHONPATH", "")
+    path = os.pathsep.join([str(launching.ROOT), str(launching.ROOT / "tests" / "dist"), there])
     launching.run([str(launching.ROOT / "tests" / "dist" / "worker_checkpoint.py"), str(folder / "job.json")],
                   env={"PYTHONPATH": path}, timeout_s=500).succeeded()
     return {name: json.loads((folder / f"{name}.json").read_text())[0] for name in NAMES}

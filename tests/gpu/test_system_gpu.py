@@ -3,7 +3,6 @@
 import os
 import time
 
-import pynvml
 import pytest
 import torch
 
@@ -37,6 +36,8 @@ def test_a_busy_gpu_is_seen_as_busy():
 
 def test_the_device_is_found_by_its_name():
     """The driver's index need not be torch's: the handle is that of the device with torch's UUID and total memory."""
+    import pynvml  # the gpu extra's
+
     watch = System(DEVICE)._gpu
     properties = torch.cuda.get_device_properties(DEVICE)
     assert pynvml.nvmlDeviceGetUUID(watch._handle) == f"GPU-{properties.uuid}"
