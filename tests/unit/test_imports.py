@@ -159,3 +159,10 @@ def test_every_wait_has_its_reason_on_the_line(module):
             if "rollout" in owner or owner == "self._llm" or owner == "self":
                 continue  # the engine's sleep is a state, not a wait
             assert "#" in lines[node.lineno - 1], f"{module}, line {node.lineno}: {lines[node.lineno - 1].strip()}"
+
+
+def test_test_files_have_names_of_their_own():
+    """pytest imports them as modules of no package: of two with one name it runs one, and stops at the other."""
+    names = [name for _, _, files in os.walk(os.path.join(os.path.dirname(FOLDER), "tests")) for name in files
+             if name.startswith("test_") and name.endswith(".py")]
+    assert len(names) > 50 and sorted(set(names)) == sorted(names)
