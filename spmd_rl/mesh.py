@@ -122,8 +122,7 @@ class Mesh:
                                      lambda: self._place) if self.world_size > 1 else None
         seed_everything(seed + self._rank)
         if config.full_determinism:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
+            be_deterministic()
 
     def _make_process_group(self, ranks: Ranks, timeout_s: float) -> None:
         if "RANK" not in os.environ:
@@ -416,6 +415,14 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def be_deterministic() -> None:
+    """Kernels whose result does not depend on the order of threads, or an error where there is none."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Else each new tensor is first filled with NaN, vLLM's caches and padding too, which it computes over.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def seed_everything(seed: int) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from spmd_rl.config import ConfigError, MeshConfig
-from spmd_rl.mesh import (Mesh, Ranks, check_device, free_port, host_identity, preserved_process_state, say_once,
-                          seed_everything, shared_gpus, split)
+from spmd_rl.mesh import (Mesh, Ranks, be_deterministic, check_device, free_port, host_identity,
+                          preserved_process_state, say_once, seed_everything, shared_gpus, split)
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -215,3 +215,21 @@ def test_say_once_speaks_on_the_first_rank(monkeypatch, capsys, rank, shown):
         monkeypatch.setenv("RANK", rank)
     say_once("hello")
     assert capsys.readouterr().out == shown
+
+
+def test_deterministic_kernels_leave_new_tensors_alone(monkeypatch):
+    """They are on, with the workspace that cuBLAS needs for it, and `torch.empty` is not filled with NaN: an engine
+    computes over padding that nobody wrote."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    try:
+        be_deterministic()
+        assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        kept = torch.full((1000,), 3.0)
+        address = kept.data_ptr()
+        del kept
+        again = torch.empty(1000)
+        assert again.data_ptr() != address or not bool(again.isnan().any())
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    finally:
+        torch.use_deterministic_algorithms(False)
