@@ -41,8 +41,17 @@ def metrics_of(folder):
     return [{k: v for k, v in row.items() if not k.startswith(LEFT_OUT)} for row in rows]
 
 
-@pytest.mark.parametrize("transport, ranks", [("shared", 1), pytest.param("shared", 2, marks=pytest.mark.long),
-                                              pytest.param("gather", 2, marks=pytest.mark.long)])
+def test_a_shared_engine_samples_what_was_learnt(runs):
+    """After every step the sampler's log-probs are the policy's, of which no byte was copied."""
+    folder, _, output = runs("shared", 1)
+    rows = metrics_of(folder)
+    assert "weight sync: shared, nothing to copy" in output and len(rows) >= STEPS
+    assert all(row["sampling/sampling_logp_difference/mean"] <= 1e-5 for row in rows)
+    assert len({row["grad_norm"] for row in rows}) == len(rows)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("transport, ranks", [("shared", 1), ("shared", 2), ("gather", 2)])
 def test_the_transport_changes_no_metric_and_no_weight(runs, transport, ranks):
     """`ipc` with its handles, `gather`, and an engine that has no weights of its own: bit for bit."""
     folder, _, output = runs(transport, ranks)
