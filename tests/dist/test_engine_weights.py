@@ -61,7 +61,7 @@ def test_every_tensor_has_the_policys_bits(launches, family, tied, tensor_parall
     """bf16, after the first sync (vLLM's own loading) and after syncs that follow optimizer steps (the noted copies):
     all engine parameters over noise, at each stage, by each transport, with a bucket smaller than the embedding. Where
     the engine shares the policy's memory, each of its parameters lies in that."""
-    shares = tensor_parallel_size == 1
+    shares = tensor_parallel_size == 1 and ranks <= 2  # an engine more a stage and rank, each with a cache of its own
     cells = launches.results(family, tied, tensor_parallel_size, ranks, *WHOLE_TABLE,
                              "shared,ipc,gather" if shares else "ipc,gather")
     assert [(c["stage"], c["transport"], c["bucket_mib"]) for c in cells] == [
