@@ -23,6 +23,7 @@ ones = torch.ones(1)
 dist.all_reduce(ones)
 time.sleep(float(os.environ.get("STAY_SECONDS", "0")))
 node = os.environ.get("SLURMD_NODENAME", "here")
-print(f"rank {ranks.rank} of {ranks.world_size}, local {ranks.local_rank} on {node}: sum {int(ones)}", flush=True)
+line = f"rank {ranks.rank} of {ranks.world_size}, local {ranks.local_rank} on {node}: sum {int(ones)}\n"
+os.write(1, line.encode())  # at once: print may write text and end of line apart, and ranks share the pipe
 mesh.leave_together()
 mesh.close()
