@@ -90,13 +90,13 @@ class WeightSync:
         if self._is_first:
             check_names(self._rollout.expected_weights(), {name for name, *_ in tensors})
         self._rollout.load_weights(self._transport.weights(offers), version, self._policy.tied_head_name)
-        if self._is_first and self._rollout.why_not_shared:
-            self._plan_ahead(lambda: self._transport.weights(offers))
-        elif self._is_first:
-            self.how = "nothing to copy"
         if self._is_first:
+            if self._rollout.why_not_shared:
+                self._plan_ahead(lambda: self._transport.weights(offers))
+            else:
+                self.how = "nothing to copy"
             say_once(f"weight sync: {self.transport}{self._reason}, {self.how}")
-        self._is_first = False
+            self._is_first = False
         self._transport.release()
         self.version, self._synced_updates = version, self._policy.num_updates
         return self._manifest.num_bytes
