@@ -59,14 +59,14 @@ class Finished:
 def run(arguments: Sequence[str], *, timeout_s: float = TIMEOUT_S, env: dict[str, str] | None = None,
         cwd: str | Path | None = None) -> Finished:
     """Plain ``python ARGUMENTS``, one process."""
-    return _run_all([[sys.executable, *arguments]], [_gpus(1) | (env or {})], timeout_s, cwd)[0]
+    return _run_all([[sys.executable, *arguments]], [gpus(1) | (env or {})], timeout_s, cwd)[0]
 
 
 def torchrun(num_ranks: int, arguments: Sequence[str], *, timeout_s: float = TIMEOUT_S,
              env: dict[str, str] | None = None, cwd: str | Path | None = None) -> Finished:
     """``torchrun --nproc_per_node NUM_RANKS ARGUMENTS`` on this machine."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
-    return _run_all([[*launcher, *arguments]], [_gpus(num_ranks) | (env or {})], timeout_s, cwd)[0]
+    return _run_all([[*launcher, *arguments]], [gpus(num_ranks) | (env or {})], timeout_s, cwd)[0]
 
 
 def script(command: Sequence[str], *, timeout_s: float = TIMEOUT_S, env: dict[str, str] | None = None,
@@ -84,12 +84,12 @@ def without_launcher(num_ranks: int, arguments: Sequence[str], *, timeout_s: flo
         port = probe.getsockname()[1]
     same = dict(WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1",
                 MASTER_PORT=str(port))
-    envs = [_gpus(num_ranks) | (env or {}) | same | dict(RANK=str(rank), LOCAL_RANK=str(rank))
+    envs = [gpus(num_ranks) | (env or {}) | same | dict(RANK=str(rank), LOCAL_RANK=str(rank))
             for rank in range(num_ranks)]
     return _run_all([[sys.executable, *arguments]] * num_ranks, envs, timeout_s, None)
 
 
-def _gpus(num_ranks: int) -> dict[str, str]:
+def gpus(num_ranks: int) -> dict[str, str]:
     """The host's first GPUs, one a rank: the program refuses to leave some unused."""
     there = glob.glob("/dev/nvidia[0-9]*")
     shown = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(there))))

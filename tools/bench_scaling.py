@@ -86,7 +86,8 @@ def run(args: argparse.Namespace, ranks: int, folder: Path) -> list[dict]:
     path.write_text(yaml.safe_dump(config))
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     if args.device == "cuda":
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(ranks)))
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(shown.split(",")[:ranks])
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "-m",
          "spmd_rl.train", "--config", str(path)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -64,22 +64,32 @@ def rows_of(folder):
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.fixture(scope="module")
+def steps(inputs, tmp_path_factory):
+    """Metrics of a run's steps in fp32 with SGD: (ranks, ZeRO stage, memory.swap) -> rows; one launch each."""
+    def launch(count, stage, swap):
+        folder = tmp_path_factory.mktemp("steps")
+        config = config_of(inputs, folder, count, memory={"swap": swap},
+                           policy={"zero_stage": stage, "optimizer": "sgd", "learning_rate": 0.1})
+        launching.torchrun(count, ["-m", "spmd_rl.train", "--config", str(config)], env=environment()).succeeded()
+        rows = rows_of(folder)
+        assert len(rows) == STEPS
+        return rows
+
+    return launching.Once(launch)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("count", [ranks(2), ranks(4)])
-def test_a_step_is_the_same_on_several_gpus(inputs, tmp_path, count, stage):
+def test_a_step_is_the_same_on_several_gpus(steps, count, stage):
     """fp32, SGD: losses and gradient norms of the first step are those of one GPU to 1e-5; states that take turns or
     stay give the same metrics."""
-    found = {}
-    for name, number, swap in (("one", 1, "always"), ("several", count, "always"), ("resident", count, "auto")):
-        config = config_of(inputs, tmp_path / name, number, policy={"zero_stage": stage, "optimizer": "sgd",
-                                                                    "learning_rate": 0.1}, memory={"swap": swap})
-        launching.torchrun(number, ["-m", "spmd_rl.train", "--config", str(config)], env=environment()).succeeded()
-        found[name] = rows_of(tmp_path / name)
-        assert len(found[name]) == STEPS
-    for name in ("several", "resident"):
+    one = steps(1, stage, "always")
+    for swap in ("always", "auto"):
+        several = steps(count, stage, swap)
         for key in ("loss", "grad_norm", "reward", "entropy"):
-            assert found[name][0][key] == pytest.approx(found["one"][0][key], rel=1e-5, abs=1e-5), (name, key)
-        assert all(row["sampling/sampling_logp_difference/mean"] < 1e-3 for row in found[name])
+            assert several[0][key] == pytest.approx(one[0][key], rel=1e-5, abs=1e-5), (swap, key)
+        assert all(row["sampling/sampling_logp_difference/mean"] < 1e-3 for row in several)
 
 
 @pytest.mark.multi_gpu(2)
@@ -121,7 +131,7 @@ class started:
     def __init__(self, count, config):
         self.command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count),
                         "-m", "spmd_rl.train", "--config", str(config)]
-        self.env = os.environ | environment() | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}
+        self.env = os.environ | environment() | launching.gpus(count)
 
     def __enter__(self):
         self.job = subprocess.Popen(self.command, env=self.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
