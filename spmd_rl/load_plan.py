@@ -9,6 +9,7 @@ storage finds in it where each of them has to lie.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -27,9 +28,9 @@ class Span:
     flat: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Weight:
-    """A whole weight in parts that may lie anywhere: in this process, or in a peer's memory."""
+    """A whole weight in parts that may lie anywhere: in this process, or in a peer's memory. Equal to itself alone."""
 
     name: str
     """Hugging Face's."""
@@ -84,6 +85,8 @@ class LoadPlan:
         """copies: by weight; zeros: what loading fills with 0, the padding of a vocabulary."""
         self._parameters, self._copies, self._zeros = parameters, copies, zeros
         self._addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
+        # Of weights that come again in the next sync, as long as somebody keeps them.
+        self._pairs_of: WeakKeyDictionary[Weight, list[tuple[Tensor, Tensor]]] = WeakKeyDictionary()
 
     @property
     def num_copies(self) -> int:
@@ -102,7 +105,12 @@ class LoadPlan:
             tensor.zero_()
         missing = set(self._copies)
         for weight in weights:
-            for target, source in self._pairs(weight):
+            pairs: Iterable[tuple[Tensor, Tensor]] | None = self._pairs_of.get(weight)
+            if pairs is None:
+                pairs = self._pairs(weight)
+                if self._is_read_in_place(weight):
+                    pairs = self._pairs_of[weight] = list(pairs)
+            for target, source in pairs:
                 target.copy_(source)
             missing.discard(weight.name)
         if missing:
@@ -115,6 +123,10 @@ class LoadPlan:
         return [weight.name for weight in weights
                 # Copied to the target's device: a peer's memory may be on another GPU, and torch compares on one.
                 if not all(_same_bits(target, source.to(target.device)) for target, source in self._pairs(weight))]
+
+    def _is_read_in_place(self, weight: Weight) -> bool:
+        """Whether the sources of its pairs are views of its own memory, all of them."""
+        return len(weight.spans) == 1 or all(copy.is_contiguous for copy in self._copies[weight.name])
 
     def _pairs(self, weight: Weight) -> Iterator[tuple[Tensor, Tensor]]:
         """(engine's slice, what goes there), straight from where the weight lies if that is possible."""
@@ -172,6 +184,7 @@ class Adoption:
         self.why_not: str | None = None
         """Why they are the engine's own; None where they are views."""
         self._addresses: dict[str, int] = {}
+        self._slots: list[tuple[str, dict[str, Tensor], str]] = []
 
     def take(self, model: Any, weights: Sequence[Weight]) -> None:
         """Make each parameter of the model a view of the weights' memory; all of them, or none. Raises Unplannable."""
@@ -183,9 +196,14 @@ class Adoption:
 
     def lost(self, model: Any) -> list[str]:
         """Names of parameters that are no longer the views that they became: vLLM repacked them, or they moved."""
-        now = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-        names = now.keys() | self._addresses.keys()
-        return sorted(name for name in names if now.get(name) != self._addresses.get(name))
+        if not self._slots:
+            if new := dict(model.named_parameters()).keys() - self._addresses.keys():
+                return sorted(new)
+            # Where each is looked up: a walk over all modules takes longer than the rest of a sync.
+            self._slots = [(name, module._parameters, key) for prefix, module in model.named_modules()
+                           for key in module._parameters if (name := f"{prefix}.{key}") in self._addresses]
+        now = {name: parameters[key].data_ptr() for name, parameters, key in self._slots if key in parameters}
+        return sorted(name for name, address in self._addresses.items() if now.get(name) != address)
 
 
 class _Recorder(TorchDispatchMode):

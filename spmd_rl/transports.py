@@ -121,6 +121,10 @@ class Ipc:
         # The mover leaves shared memory alone.
         self._stays = stays or mesh.device.type == "cpu"
         self._mine: Sequence[Weight] = []
+        self._storages: Sequence[torch.UntypedStorage] = []
+        self._layout: tuple[Lies, ...] = ()
+        self._whole: list[Weight] = []
+        """Of the last sync, from this rank's and peers' memory; none where a part is not where it was."""
         self._sent_layout: tuple[Lies, ...] | None = None
         self._sent_addresses: list[int] = []
         self._layouts: dict[int, tuple[Lies, ...]] = {}
@@ -128,13 +132,16 @@ class Ipc:
 
     def offer(self) -> Offer | None:
         """Handles of this rank's storages, once they are written."""
-        self._mine = self._held()
+        mine = self._held()
+        if mine is not self._mine:
+            self._mine, self._whole = mine, []
+            self._storages, self._layout = lay_out(mine)
         if not self._exchanges:
             return None
         if not self._stays:
-            self._mapped = {}  # what a sync that failed left open has moved since
+            self._mapped, self._whole = {}, []  # what a sync that failed left open has moved since
         _synchronize(self._mesh.device)  # peers read at once, and no event of ours orders their streams
-        storages, layout = lay_out(self._mine)
+        storages, layout = self._storages, self._layout
         sent_layout = layout if layout != self._sent_layout else None
         sent = None
         if not (self._stays and self._sent_addresses):
@@ -152,9 +159,11 @@ class Ipc:
         for rank, offer in enumerate(offers):
             if offer and rank != own_rank and offer.place.host == self._place.host:
                 self._take(rank, offer)
-        if all(map(is_whole, self._mine)):
-            yield from self._mine
-            return
+        if not self._whole:
+            self._whole = list(self._mine if all(map(is_whole, self._mine)) else self._put_together())
+        return iter(self._whole)
+
+    def _put_together(self) -> Iterator[Weight]:
         found: dict[str, list[Span]] = {weight.name: list(weight.spans) for weight in self._mine}
         dtypes = {weight.name: weight.dtype for weight in self._mine}
         for rank, storages in self._mapped.items():
@@ -170,20 +179,20 @@ class Ipc:
 
     def _take(self, rank: int, offer: Offer) -> None:
         if offer.layout is not None:
-            self._layouts[rank] = offer.layout
+            self._layouts[rank], self._whole = offer.layout, []
         if offer.handles is not None and rank not in self._mapped:
+            self._whole = []
             self._mapped[rank] = [handles.open_handle(h, self._place) for h in self._mesh.mine(offer.handles)]
         if rank not in self._mapped or rank not in self._layouts:
             raise RuntimeError(f"weight sync refused: rank {rank} sent no handles, and none of its storages is open")
 
     def release(self) -> None:
         """Peers may write to their weights again when this returns, and move those that move."""
-        self._mine = []
         if not self._exchanges:
             return
         _synchronize(self._mesh.device)  # this rank's reads: their owners' streams do not wait for them
         if not self._stays:
-            self._mapped = {}
+            self._mapped, self._whole = {}, []
         self._mesh.barrier()  # all have read, and dropped what will move
         if not self._stays:
             handles.release()

@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -28,7 +29,7 @@ class Manifest:
     tensors: tuple[tuple[str, tuple[int, ...], str], ...]
     """(Hugging Face name, shape, dtype) in order."""
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of all tensors, each once."""
         width = {"torch.bfloat16": 2, "torch.float32": 4}
