@@ -39,6 +39,7 @@ class PackedSegments:
         """lengths: the row lengths that FlexAttention is compiled for, rising; a row takes the next one, a row beyond
         the last a length of its own. The others as in MicroBatch."""
         self._segments_3S, self.boundaries_B, self.longest = segments_3S, boundaries_B, longest
+        self.lengths = tuple(lengths)
         size = segments_3S.shape[1]
         self.length = next((n for n in lengths if n >= size), round_up(size))
         self._masks: dict[int | None, Any] = {}
@@ -234,10 +235,39 @@ def filled_up(heads: Tensor, length: int) -> Tensor:
 
 
 _compiled_flex = None
+_met: set[tuple[Any, ...]] = set()
+
+
+def _meet_all_lengths(query: Tensor, key: Tensor, packed: PackedSegments, scaling: float | None) -> None:
+    """Compile for the other lengths of rows like these too, forward and backward, when the first one comes.
+
+    Else the first short row may come late in a run, and its step take seconds longer than the others.
+    """
+    heads = (query.shape[1], key.shape[1], query.shape[3])
+    kind = (*heads, query.dtype, query.requires_grad, torch.is_grad_enabled(), scaling, packed.lengths)
+    if kind in _met:
+        return
+    _met.add(kind)
+    # Hooks of their own: under gradient checkpointing what is saved would be taken for the layer's.
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        for length in packed.lengths:
+            one_token = PackedSegments(torch.zeros(3, 1, dtype=torch.int32, device=query.device), (length,))
+            row = [torch.zeros(1, 1, n, heads[2], dtype=query.dtype, device=query.device).transpose(1, 2)
+                   .requires_grad_(query.requires_grad) for n in (heads[0], heads[1], heads[1])]
+            out = _flex_filled(row[0], row[1], row[2], one_token, None, scaling)
+            if out.requires_grad:
+                torch.autograd.grad(out, row, torch.zeros_like(out))
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, packed: PackedSegments, window: int | None,
           scaling: float | None) -> Tensor:
+    """FlexAttention, compiled for the lengths that rows are filled up to."""
+    _meet_all_lengths(query, key, packed, scaling)
+    return _flex_filled(query, key, value, packed, window, scaling)
+
+
+def _flex_filled(query: Tensor, key: Tensor, value: Tensor, packed: PackedSegments, window: int | None,
+                 scaling: float | None) -> Tensor:
     """FlexAttention, compiled once a length: dynamic shapes cost speed. The row is filled up to the length here and not
     before: blocks of the filler are skipped, while every other layer would compute it.
 

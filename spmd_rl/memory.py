@@ -85,6 +85,7 @@ class Memory:
         self._ended: list[Moved] = []
         self._background = ThreadPoolExecutor(1)
         self._freeing: Future[None] | None = None
+        self._exposed_s = 0.0
         self.phase = "train"
 
     def enter(self, phase: str) -> None:
@@ -92,7 +93,7 @@ class Memory:
 
         From train to rollout leads through sync: the engine's weights are gone while it sleeps.
         """
-        with self._metrics.timed("swap"):
+        with self._exposed():
             self._settle()
             if phase == "rollout" and self._rollout.state not in (EngineState.WEIGHTS_LOADED, EngineState.READY):
                 raise RuntimeError(f"cannot enter rollout: the engine is {self._rollout.state.value}; sync first")
@@ -107,9 +108,17 @@ class Memory:
             else:
                 self._engine_makes_way(wanted)
             self.phase = phase
-            self._write_timeline()
-            if phase == "rollout" and self._offloader.is_leaving:
-                self._freeing = self._background.submit(self._free)
+        self._write_timeline()
+        if phase == "rollout" and self._offloader.is_leaving:
+            self._freeing = self._background.submit(self._free)
+
+    @contextlib.contextmanager
+    def _exposed(self) -> Iterator[None]:
+        """What the step waits for: the timeline has it by change of phase, and the metrics its sum."""
+        start = time.perf_counter()
+        with self._metrics.timed("swap"):
+            yield
+        self._exposed_s += time.perf_counter() - start
 
     def _free(self) -> None:
         """While the engine samples: wait for the copies out, and give their memory to the driver."""
@@ -140,22 +149,24 @@ class Memory:
             self._rollout.wake_kv_cache()
 
     def _engine_makes_way(self, wanted: Collection[Tenant]) -> None:
-        """Into reference or train. Where there is room already, the copies back start before the engine is asleep."""
+        """Into reference or train. Where there is room already, what forward needs starts back before the engine is
+        asleep. Not more: vLLM's sleep waits for all that runs on the device."""
         self._leave([t for t in MOVABLE if t not in wanted])
         self._offloader.finish_leaving()
         entering = [t for t in MOVABLE if t in wanted]
-        away = self._offloader.bytes_away(entering)
-        if away:
+        first = [t for t in entering if t not in STEP_ONLY]
+        away = self._offloader.bytes_away(first)
+        if away and self._rollout.state is not EngineState.ASLEEP:
             self._empty_cache()  # before the copies start, and so that the engine's sleep finds nothing to empty
-        if away and self._fits(away):
-            self._start_entering(entering)
+            if self._fits(away):
+                self._start_entering(first)
         self._rollout.sleep()
         self._enter(entering)
 
     def wait_for_step(self) -> None:
         """Masters and moments are back when this returns: the optimizer step may use them."""
         self._settle()
-        with self._metrics.timed("swap"):
+        with self._exposed():
             self._offloader.wait(STEP_ONLY)
 
     @contextlib.contextmanager
@@ -164,7 +175,7 @@ class Memory:
 
         Where they do not fit beside the engine on every rank, it sleeps first, and needs a sync afterwards. Collective.
         """
-        with self._metrics.timed("swap"):
+        with self._exposed():
             self._settle()
             away = self._offloader.bytes_away(tenants)
             if not self._mesh.all_true(not away or self._fits(away)):
@@ -174,7 +185,7 @@ class Memory:
             self._enter([t for t in MOVABLE if t in tenants])
             self._offloader.wait(tenants)
         yield
-        with self._metrics.timed("swap"):
+        with self._exposed():
             self._leave([t for t in tenants if t not in PHASES[self.phase] | self._plan.residents])
             self._offloader.finish_leaving()
             self._empty_cache()
@@ -266,9 +277,10 @@ class Memory:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def _write_timeline(self) -> None:
+        exposed_s, self._exposed_s = self._exposed_s, 0.0
         for timeline in self._timelines:
             line: dict[str, Any] = {"time": round(time.time(), 4), "phase": self.phase,
-                                    "used_gib": self._used_bytes() / GIB}
+                                    "used_gib": self._used_bytes() / GIB, "exposed_s": round(exposed_s, 4)}
             tenants = self._offloader.bytes_on_device()
             tenants |= {t: self._engine_bytes(t) for t in ENGINE if self._is_awake(t)}
             line["tenants_gib"] = {t.value: size / GIB for t, size in tenants.items()}

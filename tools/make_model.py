@@ -183,7 +183,6 @@ def parse_args():
     parser.add_argument("output", help="folder to write")
     parser.add_argument("--preset", choices=PRESETS, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the saved weights")
     parser.add_argument("--sft", help="JSONL with prompt and answer to train on first")
     parser.add_argument("--heldout", help="JSONL with prompt and answer to measure greedy accuracy on")
     parser.add_argument("--sft_steps", type=int, default=600, help="at most")
@@ -202,7 +201,7 @@ def main():
     sizes = PRESETS[args.preset]
     train = read_jsonl(args.sft) if args.sft else []
     tokenizer = make_tokenizer(sizes["vocab_size"], common_phrases(train))
-    model = build_model("qwen3", seed=args.seed, dtype=getattr(torch, args.dtype), **sizes)
+    model = build_model("qwen3", seed=args.seed, **sizes)
     if args.sft:
         start = time.perf_counter()
         steps, accuracy = supervise(

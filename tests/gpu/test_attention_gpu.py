@@ -97,10 +97,11 @@ def test_shared_prompts_equal_copies(family, make_model):
 
 
 def test_nothing_compiles_after_warm_up(make_model):
-    """Rows of many sizes, forward and backward and forward alone, take two compiled lengths."""
+    """Rows of many sizes, forward and backward and forward alone, take two lengths, both compiled with the first."""
     sizes = make_model.TINY | dict(head_dim=64, num_heads=2, num_kv_heads=1, dtype=torch.bfloat16)
     model = packed_model(make_model.build_model("qwen3", **sizes).cuda())
     model.row_lengths = [512, 1024]
+    model.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     compiled = []
     for size in (400, 1000, 90, 333, 512, 777, 1024, 129):
         mb = pack([[completion for completion in groups(320, size)[0]]], torch.device("cuda"), block=128)
@@ -109,7 +110,7 @@ def test_nothing_compiles_after_warm_up(make_model):
         with torch.no_grad():
             model(*arguments)
         compiled.append(attention.num_compilations())
-    assert compiled[0] > 0 and compiled[1] == compiled[-1]
+    assert compiled[0] > 0 and compiled[0] == compiled[-1]
 
 
 @pytest.mark.parametrize("memory_gib", [0.01, 2.0])

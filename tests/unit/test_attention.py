@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from spmd_rl import attention
 from spmd_rl.attention import PackedSegments, packed_attention
@@ -343,6 +344,40 @@ def test_rows_of_one_length_share_a_compilation(monkeypatch, close):
                 out = attention._flex(*tensors, PackedSegments(segments, lengths=[256]), window, None)
             close(out.transpose(1, 2), reference(*tensors, sees(layout, window), None), 2e-6)
     assert attention.num_compilations() == before + 1
+
+
+def test_all_lengths_are_compiled_for_with_the_first_row(monkeypatch):
+    """A run's first short row may come late: no step compiles then."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(attention, "_met", set())
+    monkeypatch.setattr(attention, "_compiled_flex",
+                        torch.compile(flex_attention, dynamic=False, backend="aot_eager"))
+    before = attention.num_compilations()
+    for layout in ([300], [40, (10, [5])], [512], [900]):
+        tensors = draw(segments_of(layout).shape[1], seed=1)
+        with torch.no_grad():
+            attention._flex(*tensors, PackedSegments(segments_of(layout), lengths=[256, 512, 1024]), None, None)
+        assert attention.num_compilations() == before + 3
+
+
+def test_compiling_for_all_lengths_leaves_a_checkpointed_layer_its_gradient(monkeypatch):
+    """It runs forward and backward in the midst of the layer's forward. (Not FlexAttention, which has no backward on a
+    CPU.)"""
+    calls = []
+
+    def blend(query, key, value, **kwargs):
+        calls.append(query.shape[2])
+        return (query * key.repeat_interleave(2, 1)).tanh() + value.repeat_interleave(2, 1)
+
+    monkeypatch.setattr(attention, "_met", set())
+    monkeypatch.setattr(attention, "_compiled_flex", blend)
+    packed = PackedSegments(segments_of([40, 60]), lengths=[128, 256])
+    row = [t.requires_grad_() for t in draw(100)]
+    out = checkpoint(lambda *row: attention._flex(*row, packed, None, None), *row, use_reentrant=False)
+    found = torch.autograd.grad(out.sin().sum(), row)
+    assert calls == [128, 256, 128, 128]  # all lengths, the row, the row again
+    for got, want in zip(found, torch.autograd.grad(blend(*row).sin().sum(), row), strict=True):
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("reads", [False, True])
