@@ -307,7 +307,7 @@ class WeightSyncConfig:
     transport: Literal["auto", "shared", "ipc", "gather"] = "auto"
     """`shared`: the engine's parameters are the policy's own memory (engines of one rank below ZeRO-3). `ipc`: copied,
     from this rank's memory and through handles from that of other ranks of the host. `gather`: by collectives. `auto`:
-    `ipc` where it serves, else `gather`."""
+    the first of them that serves; `shared` on GPUs only."""
     bucket_mib: int = 512
     """Weights gathered at once from ZeRO-3 shards, in MiB; a larger tensor is a bucket of its own."""
 
@@ -416,6 +416,13 @@ class Config:
         loss = self.loss
         return (loss.recompute_old_logprobs or self.updates_per_step > 1 or loss.top_entropy_quantile < 1
                 or (loss.beta > 0 and loss.kl_in == "reward"))
+
+    def shares_weights(self, on_gpu: bool) -> bool:
+        """Whether an engine is to be started on the policy's own memory; it may turn out that it cannot."""
+        if self.weight_sync.transport != "auto":
+            return self.weight_sync.transport == "shared"
+        # On a CPU vLLM repacks nearly every model.
+        return on_gpu and self.rollout.tensor_parallel_size == 1 and self.policy.zero_stage < 3
 
     @property
     def max_model_len(self) -> int:

@@ -139,7 +139,7 @@ class Job:
         host_memory = HostMemory(pinned=mesh.device.type == "cuda")
         host_memory.grow_in_background(plan.host_bytes)  # while the engine starts
         claim_workspaces(mesh.device)
-        shares_weights = config.weight_sync.transport == "shared"
+        shares_weights = config.shares_weights(mesh.device.type == "cuda")
         if not shares_weights:
             with metrics.timed("engine start"):
                 rollout = Rollout(config, mesh, inputs.tokenizer, plan.engine_sleeps)

@@ -93,7 +93,7 @@ def make_plan(config: Config, model: ModelShape, world_size: int, device_bytes: 
     others = _others(config, model, world_size, device_bytes)
     remedies = {phase: _remedy(config, phase) for phase in PHASES}
     # Storage that the engine's parameters are views of never moves.
-    pinned = frozenset({Tenant.WEIGHTS}) if config.weight_sync.transport == "shared" else frozenset[Tenant]()
+    pinned = frozenset({Tenant.WEIGHTS}) if config.shares_weights(bool(device_bytes)) else frozenset[Tenant]()
     plan = Plan(tenants, others, pinned, remedies, device_bytes)
     if config.memory.swap == "never" or config.memory.swap == "auto" and not device_bytes:
         plan = replace(plan, residents=frozenset(Tenant))
@@ -145,7 +145,7 @@ def _tenants(config: Config, model: ModelShape, world_size: int, device_bytes: i
         Tenant.GRADIENTS: 0 if on_host and stage > 0 else gradients[stage],
         Tenant.SCRATCH: _reduce_bucket(config) * width if stage == 3 else 0,
         Tenant.REFERENCE: width * reference_shard if config.loss.beta > 0 else 0,
-        Tenant.ENGINE_WEIGHTS: 0 if config.weight_sync.transport == "shared" else model_bytes,
+        Tenant.ENGINE_WEIGHTS: 0 if config.shares_weights(bool(device_bytes)) else model_bytes,
         Tenant.KV_CACHE: kv_cache,
     }
 

@@ -75,9 +75,13 @@ class Rollout:
             self._adoption = register_loader(shared) if shared else None
             if reads_weights:
                 arguments["load_format"] = "auto"
+            before = fingerprint(shared)
             self._llm: Any = self._vllm.LLM(**arguments)
+            if fingerprint(shared) != before:
+                raise RuntimeError("vLLM wrote to the policy's weights while it started on them: set "
+                                   "weight_sync.transport ipc")
         if self._adoption and not self._adoption.why_not:
-            self._check_views()
+            self._adoption.why_not = self._lost_views()
         if reads_weights:
             self.state, self.version = EngineState.READY, 0
             return
@@ -90,16 +94,21 @@ class Rollout:
         return self.state is EngineState.READY
 
     @property
+    def was_to_share(self) -> bool:
+        """Whether it was started on the policy's memory."""
+        return self._adoption is not None
+
+    @property
     def why_not_shared(self) -> str | None:
         """Why the engine has weights of its own; None where its parameters are views of the policy's."""
         return self._adoption.why_not if self._adoption else "the engine was built with its own"
 
-    def _check_views(self) -> None:
-        """Raises RuntimeError where a parameter is no longer the view that it became."""
+    def _lost_views(self) -> str | None:
+        """Which parameters are no longer the views that they became; None where all are."""
         assert self._adoption, "an engine with weights of its own"
-        if lost := self._llm.apply_model(self._adoption.lost)[0]:
-            raise RuntimeError(f"weight_sync.transport shared: {len(lost)} of the engine's parameters are not the "
-                               f"policy's memory, {lost[0]} first: vLLM repacked them, or they moved; set ipc")
+        lost = self._llm.apply_model(self._adoption.lost)[0]
+        return (f"{len(lost)} of the engine's parameters are not the policy's memory, {lost[0]} first: vLLM repacked "
+                "them, or they moved") if lost else None
 
     # Sampling. --------------------------------------------------------------------------------------------------
 
@@ -229,7 +238,8 @@ class Rollout:
             raise RuntimeError("cannot load weights: the engine is asleep; wake its weights first")
         self.state, self.version = EngineState.HALF_LOADED, None
         if not self.why_not_shared:
-            self._check_views()  # and there is nothing to load
+            if lost := self._lost_views():
+                raise RuntimeError(f"weight sync refused: {lost}; set weight_sync.transport ipc")
             self.state, self.version = EngineState.WEIGHTS_LOADED, version
             return
         if self._load_plan and (moved := self._load_plan.moved):
@@ -379,6 +389,12 @@ def engine_arguments(config: Config, mesh: Mesh, sleeps: bool, shared: Sequence[
         logprobs_mode="processed_logprobs",
         generation_config="vllm",  # the model folder's sampling defaults do not reach training
     ) | fixed | config.vllm
+
+
+def fingerprint(weights: Sequence[Weight]) -> list[int]:
+    """A number for each weight that lies in one piece, which changes with any one bit of it."""
+    integer = {2: torch.int16, 4: torch.int32}
+    return [int(weight.spans[0].flat.view(integer[weight.dtype.itemsize]).sum(dtype=torch.int64)) for weight in weights]
 
 
 def share_of_device(weights: Sequence[Weight], device: torch.device) -> float:

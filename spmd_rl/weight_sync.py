@@ -59,10 +59,11 @@ class WeightSync:
         self.how = "not yet"
         self._transport: Transport = Gather(lambda: policy.full_weights(config.bucket_mib * 2**20))
         self._reason = ""
-        if not rollout.why_not_shared:
+        if mesh.all_true(not rollout.why_not_shared):
             self._transport = Shared([parameter for _, parameter in policy.named_parameters()])
         elif config.transport == "shared":
-            raise ConfigError(f"weight_sync.transport is 'shared': {rollout.why_not_shared}; set auto or ipc")
+            raise ConfigError("weight_sync.transport is 'shared': "
+                              f"{rollout.why_not_shared or 'another rank cannot'}; set auto or ipc")
         elif config.transport in ("auto", "ipc"):
             is_forced = config.transport == "ipc"
             why_not = why_not_ipc(mesh, policy.held_weights(), is_forced)
@@ -71,7 +72,11 @@ class WeightSync:
             if not why_not:
                 exchanges = is_forced or policy.zero_stage == 3 and mesh.world_size > 1
                 self._transport = Ipc(mesh, policy.held_weights, exchanges, weights_stay)
-            self._reason = f" (not ipc: {why_not})" if why_not else ""
+            if why_not:
+                self._reason = f" (not ipc: {why_not})"
+            if rollout.was_to_share:
+                self._reason = (f" (not shared: {rollout.why_not_shared}; set weight_sync.transport {self.transport}, "
+                                "and the KV cache gets the room that the engine's own weights now take)")
 
     @property
     def transport(self) -> str:
@@ -92,7 +97,7 @@ class WeightSync:
             check_names(self._rollout.expected_weights(), {name for name, *_ in tensors})
         self._rollout.load_weights(self._transport.weights(offers), version, self._policy.tied_head_name)
         if self._is_first:
-            if self._rollout.why_not_shared:
+            if self.transport != Shared.name:
                 self._plan_ahead(lambda: self._transport.weights(offers))
             else:
                 self.how = "nothing to copy"

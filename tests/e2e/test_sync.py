@@ -31,9 +31,22 @@ def runs(model, tmp_path_factory):
     return Once(run)
 
 
-def start(config, ranks):
+@pytest.fixture
+def started_as_on_a_gpu(model, tmp_path):
+    """Whether the engine is plain or repacked -> folder and output of a run with transport auto."""
+    def run(engine):
+        config = write_config(
+            tmp_path / "config.yaml", model, write_jsonl(tmp_path / "train.jsonl", make_rows(16, seed=1)),
+            tmp_path / "run", run={"max_steps": STEPS}, loss={"beta": 0.1},
+            policy={"zero_stage": 2, "optimizer": "adamw", "learning_rate": 1e-3}, checkpoint={"save_steps": 2})
+        return tmp_path / "run", start(config, 1, AUTO="gpu", ENGINE=engine).succeeded().output
+
+    return run
+
+
+def start(config, ranks, **env):
     return torchrun(ranks, [str(ROOT / "tests" / "e2e" / "plain.py"), "--config", str(config)],
-                    env={"PYTHONPATH": str(ROOT)})
+                    env={"PYTHONPATH": str(ROOT)} | env)
 
 
 def metrics_of(folder):
@@ -76,10 +89,29 @@ def test_a_shared_run_resumes(runs):
 
 @pytest.mark.long
 def test_a_repacked_engine_is_not_shared(runs, model):
-    """vLLM on a CPU keeps repacked copies, which would sample from the first weights for ever."""
+    """vLLM on a CPU keeps repacked copies, which would sample from the first weights for ever: `shared` is refused."""
     folder, config, _ = runs("ipc", 2)
     text = config.read_text().replace("transport: ipc", "transport: shared").replace(str(folder), f"{folder}-refused")
     refused = config.with_name("refused.yaml")
     refused.write_text(text)
     finished = torchrun(2, ["-m", "spmd_rl.train", "--config", str(refused)])
-    assert finished.returncode == 1 and "vLLM repacked them, or they moved; set ipc" in finished.output
+    assert finished.returncode == 1 and "vLLM repacked them, or they moved; set auto or ipc" in finished.output
+
+
+@pytest.mark.long
+def test_auto_shares_where_it_can_as_on_a_gpu(started_as_on_a_gpu, runs):
+    """The run is the one that asks for it."""
+    folder, output = started_as_on_a_gpu("plain")
+    assert "weight sync: shared, nothing to copy" in output
+    wanted, *_ = runs("ipc", 1)
+    assert metrics_of(folder) == metrics_of(wanted)
+
+
+@pytest.mark.long
+def test_auto_goes_on_where_it_cannot_share(started_as_on_a_gpu):
+    """vLLM repacked the weights: the first line says so, and the engine gets all that is learnt."""
+    folder, output = started_as_on_a_gpu("repacked")
+    assert "weight sync: ipc (not shared: " in output and "vLLM repacked them" in output
+    rows = metrics_of(folder)
+    assert len(rows) >= STEPS and all(row["sampling/sampling_logp_difference/mean"] <= 1e-4 for row in rows)
+    assert len({row["grad_norm"] for row in rows}) == len(rows)

@@ -55,11 +55,15 @@ def test_what_lives_elsewhere_or_is_not_there_takes_nothing():
     assert make_plan(none, SHAPE, 1, 100 * GIB).tenants == tenants()
 
 
-def test_the_engine_takes_its_share():
-    """Weights, work and KV cache together are gpu_memory_utilization of the device; or the cache is as said."""
-    plan = make_plan(config(rollout={"gpu_memory_utilization": 0.4}), SHAPE, 1, 100 * GIB)
+@pytest.mark.parametrize("transport, weights", [("auto", "weights"), ("ipc", "engine weights")])
+def test_the_engine_takes_its_share(transport, weights):
+    """Weights, be they its own or the policy's, work and KV cache together are gpu_memory_utilization of the device; or
+    the cache is as said."""
+    sections = dict(memory={"swap": "always"}, weight_sync={"transport": transport})
+    plan = make_plan(config(rollout={"gpu_memory_utilization": 0.4}, **sections), SHAPE, 1, 100 * GIB)
     row = plan.row("rollout")
-    assert row["engine weights"] + row["KV cache"] + row["engine's work"] == pytest.approx(40 * GIB, abs=2)
+    assert row[weights] + row["KV cache"] + row["engine's work"] == pytest.approx(40 * GIB, abs=2)
+    assert plan.total("rollout") == pytest.approx(40 * GIB + row["context"], abs=2)
     plan = make_plan(config(rollout={"kv_cache_gib": 7.5}), SHAPE, 1, 100 * GIB)
     assert plan.tenants[Tenant.KV_CACHE] == 7.5 * GIB
 
@@ -83,14 +87,24 @@ def test_auto_moves_the_least_that_it_must():
     assert before > 0
 
 
-def test_always_and_never():
-    """The two ends, whatever would fit."""
-    plan = make_plan(config(memory={"swap": "always"}), SHAPE, 1, 100 * GIB)
-    assert not plan.residents and plan.engine_sleeps
+@pytest.mark.parametrize("transport, kept", [("auto", {Tenant.WEIGHTS}), ("ipc", set())])
+def test_always_and_never(transport, kept):
+    """The two ends, whatever would fit; weights that the engine's parameters are views of stay in both."""
+    plan = make_plan(config(memory={"swap": "always"}, weight_sync={"transport": transport}), SHAPE, 1, 100 * GIB)
+    assert plan.residents == kept and plan.engine_sleeps
     # Everything of the policy is pinned but scratch, which has no bytes worth keeping.
-    assert plan.host_bytes == sum(plan.tenants[t] for t in POLICY if t is not Tenant.SCRATCH)
+    assert plan.host_bytes == sum(plan.tenants[t] for t in POLICY if t not in {Tenant.SCRATCH} | kept)
     plan = make_plan(config(memory={"swap": "never"}), SHAPE, 1, 100 * GIB)
     assert plan.residents >= ENGINE and not plan.engine_sleeps
+
+
+@pytest.mark.parametrize("sections, on_gpu, shares", [
+    ({}, True, True), ({}, False, False), ({"policy": {"zero_stage": 3}}, True, False),
+    ({"rollout": {"tensor_parallel_size": 2}}, True, False), ({"weight_sync": {"transport": "shared"}}, False, True),
+    ({"weight_sync": {"transport": "ipc"}}, True, False)])
+def test_auto_shares_weights_where_an_engine_can_have_them(sections, on_gpu, shares):
+    """Whole ones on each rank, an engine of one rank, a GPU."""
+    assert config(**sections).shares_weights(on_gpu) is shares
 
 
 def test_without_a_device_nothing_moves_by_itself():
