@@ -22,8 +22,9 @@ def read(run: str) -> list[dict]:
 
 
 def last_steps(lines: list[dict], steps: int) -> list[dict]:
-    """From the start of the last `steps` rollouts on."""
-    starts = [i for i, line in enumerate(lines) if line["phase"] == "rollout"]
+    """From the start of the last `steps` rollouts on; one has a second line where memory was freed behind it."""
+    phases = ["", *(line["phase"] for line in lines)]
+    starts = [i for i, (before, phase) in enumerate(zip(phases, phases[1:])) if phase == "rollout" != before]
     return lines[starts[-min(steps, len(starts))]:] if starts and steps else lines
 
 
