@@ -140,7 +140,7 @@ class Ipc:
             return None
         if not self._stays:
             self._mapped, self._whole = {}, []  # what a sync that failed left open has moved since
-        _synchronize(self._mesh.device)  # peers read at once, and no event of ours orders their streams
+        synchronize(self._mesh.device)  # peers read at once, and no event of ours orders their streams
         storages, layout = self._storages, self._layout
         sent_layout = layout if layout != self._sent_layout else None
         sent = None
@@ -155,15 +155,15 @@ class Ipc:
 
     def weights(self, offers: Sequence[Offer | None]) -> Iterator[Weight]:
         """From this rank's memory, and from its peers' what it has not."""
-        own_rank = self._mesh.mine(range(self._mesh.world_size))
-        for rank, offer in enumerate(offers):
-            if offer and rank != own_rank and offer.place.host == self._place.host:
-                self._take(rank, offer)
+        self._take_all(offers)
         if not self._whole:
-            self._whole = list(self._mine if all(map(is_whole, self._mine)) else self._put_together())
+            found = self._spans_here()
+            self._whole = [weight if is_whole(weight) else put_together(weight, found[weight.name])
+                           for weight in self._mine]
         return iter(self._whole)
 
-    def _put_together(self) -> Iterator[Weight]:
+    def _spans_here(self) -> dict[str, list[Span]]:
+        """By weight, what this rank has of it, and the peers whose storages are open."""
         found: dict[str, list[Span]] = {weight.name: list(weight.spans) for weight in self._mine}
         dtypes = {weight.name: weight.dtype for weight in self._mine}
         for rank, storages in self._mapped.items():
@@ -171,11 +171,13 @@ class Ipc:
                 found[lies.name].append(Span(lies.start, torch.empty(
                     0, dtype=dtypes[lies.name], device=storages[lies.storage].device).set_(
                         storages[lies.storage], lies.offset, (lies.count,), (1,))))
-        for weight in self._mine:
-            whole = replace(weight, spans=sorted(found.pop(weight.name), key=lambda span: span.start))
-            if not is_whole(whole):
-                raise RuntimeError(f"weight sync refused: this host's ranks hold {whole.spans} of {weight.name}")
-            yield whole
+        return found
+
+    def _take_all(self, offers: Sequence[Offer | None]) -> None:
+        own_rank = self._mesh.mine(range(self._mesh.world_size))
+        for rank, offer in enumerate(offers):
+            if offer and rank != own_rank and offer.place.host == self._place.host:
+                self._take(rank, offer)
 
     def _take(self, rank: int, offer: Offer) -> None:
         if offer.layout is not None:
@@ -190,7 +192,7 @@ class Ipc:
         """Peers may write to their weights again when this returns, and move those that move."""
         if not self._exchanges:
             return
-        _synchronize(self._mesh.device)  # this rank's reads: their owners' streams do not wait for them
+        synchronize(self._mesh.device)  # this rank's reads: their owners' streams do not wait for them
         if not self._stays:
             self._mapped, self._whole = {}, []
         self._mesh.barrier()  # all have read, and dropped what will move
@@ -205,10 +207,19 @@ def readers(mesh: Mesh, hosts: Sequence[str]) -> list[bool]:
     return [host == mesh.host and rank != own_rank for rank, host in enumerate(hosts)]
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         # Not the whole device: masters on their way to the host take far longer.
         torch.cuda.current_stream(device).synchronize()  # the host: other processes are told by it
+
+
+def put_together(weight: Weight, spans: Sequence[Span]) -> Weight:
+    """The weight whole. Raises RuntimeError where the spans are not all of it, each element once."""
+    whole = replace(weight, spans=sorted(spans, key=lambda span: span.start))
+    if not is_whole(whole):
+        raise RuntimeError(f"weight sync refused: of {weight.name}, {weight.shape}, the ranks hold (start, elements) "
+                           f"{[(span.start, span.flat.numel()) for span in whole.spans]}")
+    return whole
 
 
 def is_whole(weight: Weight) -> bool:
@@ -252,8 +263,9 @@ def why_not_ipc(mesh: Mesh, held: Sequence[Weight], exchanges: bool) -> str | No
     if all(whole for _, _, whole, _ in ranks) and not exchanges:
         return None
     hosts = {host for host, *_ in ranks}
-    if len(hosts) > 1 and not all(whole for _, _, whole, _ in ranks):
-        return f"weights are sharded over {len(hosts)} hosts"
+    numbers = {sum(host == other for other, *_ in ranks) for host in hosts}
+    if len(hosts) > 1 and not all(whole for _, _, whole, _ in ranks) and (len(numbers) > 1 or numbers == {1}):
+        return f"weights are sharded over {len(hosts)} hosts of {' and '.join(map(str, sorted(numbers)))} ranks"
     needed = sum(size for host, _, _, size in ranks if host == place.host)
     reads = readers(mesh, [host for host, *_ in ranks])
     return next(filter(None, mesh.all_gather(_trial(mesh, place, needed, reads))), None)
@@ -263,7 +275,7 @@ def _trial(mesh: Mesh, place: Place, needed: int, reads: Sequence[bool]) -> str 
     """Why this rank cannot open a handle of each other rank of its host, or None."""
     own_rank = mesh.mine(range(mesh.world_size))
     value = torch.full((1,), own_rank, dtype=torch.int64, device=mesh.device)
-    _synchronize(mesh.device)
+    synchronize(mesh.device)
     reason, sent = None, None
     try:
         handles.check_room(place, needed)

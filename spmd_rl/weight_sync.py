@@ -14,6 +14,7 @@ from functools import cached_property
 
 import torch
 
+from spmd_rl.between_hosts import BetweenHosts
 from spmd_rl.config import ConfigError, WeightSyncConfig
 from spmd_rl.load_plan import LoadPlan, Unplannable, Weight
 from spmd_rl.mesh import Mesh, say_once
@@ -70,13 +71,20 @@ class WeightSync:
             if why_not and is_forced:
                 raise ConfigError(f"weight_sync.transport is 'ipc': {why_not}; set auto or gather")
             if not why_not:
-                exchanges = is_forced or policy.zero_stage == 3 and mesh.world_size > 1
-                self._transport = Ipc(mesh, policy.held_weights, exchanges, weights_stay)
+                self._transport = self._ipc(config, is_forced, weights_stay)
             if why_not:
                 self._reason = f" (not ipc: {why_not})"
             if rollout.was_to_share:
                 self._reason = (f" (not shared: {rollout.why_not_shared}; set weight_sync.transport {self.transport}, "
                                 "and the KV cache gets the room that the engine's own weights now take)")
+
+    def _ipc(self, config: WeightSyncConfig, is_forced: bool, weights_stay: bool) -> Ipc:
+        mesh, held = self._mesh, self._policy.held_weights
+        is_sharded = self._policy.zero_stage == 3 and mesh.world_size > 1
+        if is_sharded and len(set(mesh.all_gather(mesh.host))) > 1:
+            self._reason = " (between hosts by gathers)"
+            return BetweenHosts(mesh, held, weights_stay, config.bucket_mib * 2**20)
+        return Ipc(mesh, held, is_forced or is_sharded, weights_stay)
 
     @property
     def transport(self) -> str:

@@ -44,6 +44,8 @@ def main() -> None:
     if args.one_gpu:  # several ranks on the first GPU: NCCL takes them for hosts
         os.environ |= {"NCCL_HOSTID": f"simulated-{os.environ['RANK']}", "LOCAL_RANK": "0"}
     mesh = Mesh(MeshConfig(device=args.device, timeout_s=300), args.tensor_parallel_size, 0)
+    if args.hosts > 1:
+        mesh.host += f"/{mesh.mine(range(mesh.world_size)) * args.hosts // mesh.world_size}"
     try:
         results = check(args, mesh)
     except BaseException as error:
@@ -73,6 +75,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps, each with a sync, after the first sync")
     parser.add_argument("--moving", action="store_true", help="weights leave the device and return before each sync")
     parser.add_argument("--plain", action="store_true", help="CPU: keep vLLM from repacking weights")
+    parser.add_argument("--hosts", type=int, default=1, help="take the ranks for those of so many hosts")
     parser.add_argument("--one_gpu", action="store_true", help="all ranks on the first GPU")
     parser.add_argument("--out", help="JSON file")
     return parser.parse_args()
@@ -108,9 +111,9 @@ def check(args: argparse.Namespace, mesh: Mesh) -> list[dict]:
 
 
 def cells(args: argparse.Namespace) -> list[tuple[str, int]]:
-    """A bucket is gather's alone."""
+    """A bucket is gather's alone, and that of what goes between hosts."""
     return [(transport, bucket) for transport in args.transports for bucket in args.bucket_mib
-            if transport == "gather" or bucket == args.bucket_mib[0]]
+            if transport == "gather" or args.hosts > 1 or bucket == args.bucket_mib[0]]
 
 
 def make_config(args: argparse.Namespace) -> Config:

@@ -76,6 +76,19 @@ def test_every_tensor_has_the_policys_bits(launches, family, tied, tensor_parall
             assert rank[-1]["files"] <= rank[-2]["files"], rank
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("family, tied, tensor_parallel_size", [("qwen3", True, 1), ("llama", False, 2)])
+def test_ranks_of_two_hosts_give_every_tensor_its_bits(launches, family, tied, tensor_parallel_size):
+    """Handles within each pair of ranks, gathers between the pairs, in one bucket and in several."""
+    cells = launches.results(family, tied, tensor_parallel_size, 4, "--stages", "3", "--bucket_mib", "512,1", "--plain",
+                             "--hosts", "2", "--transports", "ipc")
+    assert [(cell["transport"], cell["bucket_mib"]) for cell in cells] == [("ipc", 512), ("ipc", 1)]
+    for cell in cells:
+        assert cell["right"] and cell["how"].endswith(" copies") and cell["compared"] > 200_000, cell
+        for rank in cell["resources"]:
+            assert rank[-1]["files"] <= rank[-2]["files"] and rank[-1]["maps"] <= rank[-2]["maps"] + 2, rank
+
+
 @pytest.mark.parametrize("family, tied, tensor_parallel_size, ranks", [
     long("qwen2", True, 1, 2), long("gemma3", True, 2, 2), long("qwen3", False, 1, 2), long("llama", True, 2, 2)])
 def test_a_repacked_engine_gives_the_policys_logprobs(launches, family, tied, tensor_parallel_size, ranks):

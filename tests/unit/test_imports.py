@@ -15,7 +15,7 @@ LEVELS = {
     "shards": 1, "rows": 1, "profiling": 1, "system": 1, "reward_functions": 1, "handles": 1, "load_plan": 1,
     "advantages": 2, "losses": 2, "model": 2, "run_folder": 2, "plan": 2, "sinks": 2, "reward_pool": 2, "recording": 2,
     "transports": 2,
-    "prompts": 3, "rollout": 3, "policy": 3, "metrics": 3, "checks": 3, "rewards": 3,
+    "between_hosts": 3, "prompts": 3, "rollout": 3, "policy": 3, "metrics": 3, "checks": 3, "rewards": 3,
     "weight_sync": 4, "memory": 4, "export": 4, "checkpoint": 4,
     "step": 5,
     "evaluate": 6, "replay": 6,
