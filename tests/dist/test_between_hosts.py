@@ -11,9 +11,13 @@ from spmd_rl.load_plan import Weight
 WORKER = str(ROOT / "tests" / "dist" / "worker_between_hosts.py")
 
 
+def long(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize("hosts, bucket_bytes, dtype, number", [
-    ([0, 0, 1, 1], 150, "float32", 5), ([0, 1, 0, 1], 600, "bfloat16", 4), ([0, 0, 1, 1], 2**20, "bfloat16", 1),
-    ([0, 0, 0, 1, 1, 1], 1, "float32", 6)])
+    ([0, 0, 1, 1], 150, "float32", 5), long([0, 1, 0, 1], 600, "bfloat16", 4),
+    long([0, 0, 1, 1], 2**20, "bfloat16", 1), long([0, 0, 0, 1, 1, 1], 1, "float32", 6)])
 def test_every_rank_gets_every_weight(tmp_path, hosts, bucket_bytes, dtype, number):
     """Hosts of neighbouring ranks or not, an odd or an even number of buckets, one in all; weights that some ranks hold
     nothing of; ranks that read late, also the last bucket before a pass begins anew."""
