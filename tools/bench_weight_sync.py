@@ -62,6 +62,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--transports", default="ipc,gather", help="of shared (by itself), ipc, gather")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--plain", action="store_true", help="CPU: keep vLLM from repacking weights")
+    parser.add_argument("--moving", action="store_true", help="send handles anew at every sync, as where weights move")
     parser.add_argument("--one_gpu", action="store_true", help="all ranks on the first GPU")
     parser.add_argument("--out", help="JSON file")
     return parser.parse_args()
@@ -95,7 +96,7 @@ def measure(args: argparse.Namespace, mesh: Mesh) -> dict:
     num_bytes = 0
     for transport in transports:
         rollout.use_plan(None)
-        sync = WeightSync(WeightSyncConfig(transport=transport), mesh, policy, rollout, weights_stay=True)
+        sync = WeightSync(WeightSyncConfig(transport=transport), mesh, policy, rollout, weights_stay=not args.moving)
         num_bytes = sync.sync()  # the first one goes layer by layer, and notes the copies
         release = sync._transport.release
 
