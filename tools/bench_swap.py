@@ -28,7 +28,7 @@ from spmd_rl.policy import Policy
 
 GIB = 2**30
 FLOOR_BYTES = 2 * GIB
-# In a run seconds pass while states are away. The driver clears what was freed meanwhile; a return at once waits for it.
+# In a run seconds pass while states are away. The driver clears what was freed then; a return at once waits for that.
 AWAY_S = 0.3
 
 
