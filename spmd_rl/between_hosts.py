@@ -20,6 +20,8 @@ from spmd_rl.mesh import Mesh
 from spmd_rl.transports import Ipc, Lies, Offer, put_together, synchronize
 
 ALIGNMENT = 16  # bytes, of a shard in a buffer
+# Its name from torch 2.13 on, and before.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,10 @@ class BetweenHosts(Ipc):
         own_rank = mesh.mine(range(mesh.world_size))
         self._host = next(number for number, ranks in enumerate(self._ranks) if own_rank in ranks)
         self._column = self._ranks[self._host].index(own_rank)
+        columns = [sorted(ranks) for ranks in zip(*self._ranks)]  # a group has its ranks, and a gather its rows, so
+        self._row = {rank: row for ranks in columns for row, rank in enumerate(ranks)}
         # Every rank makes every group, in the same order.
-        self._across = [dist.new_group(list(ranks)) for ranks in zip(*self._ranks)][self._column]
+        self._across = [dist.new_group(ranks) for ranks in columns][self._column]
         self._within = [dist.new_group(ranks, backend="gloo") for ranks in self._ranks][self._host]
         self._buckets: list[Bucket] = []
         self._staging = torch.empty(0)
@@ -61,6 +65,7 @@ class BetweenHosts(Ipc):
 
     def offer(self) -> StagedOffer:
         """As Ipc, with two buffers for what comes from other hosts."""
+        self._peers = {}  # of a sync that failed
         offer = super().offer()
         assert offer is not None, "handles are exchanged"
         self._buckets = buckets(self._mine, self._mesh.world_size, self._bucket_bytes)
@@ -97,7 +102,7 @@ class BetweenHosts(Ipc):
             for span in weight.spans:  # a shard is one
                 row[offset:offset + span.flat.nbytes].view(weight.dtype).copy_(span.flat)
         rows = self._rows(self._staging, buffer, bucket)
-        dist.all_gather_into_tensor(rows.view(-1), row, group=self._across)
+        _gather(rows.view(-1), row, group=self._across)
         self._meet()
 
     def _meet(self) -> None:
@@ -106,7 +111,7 @@ class BetweenHosts(Ipc):
         dist.all_reduce(torch.zeros(1), group=self._within)  # over gloo, as a barrier of processes
 
     def _rows(self, staging: Tensor, buffer: int, bucket: Bucket) -> Tensor:
-        """One a host."""
+        """One a host, in the order of the ranks they come from."""
         return staging[buffer, :len(self._ranks) * bucket.num_bytes].view(len(self._ranks), bucket.num_bytes)
 
     def _spans_elsewhere(self, buffer: int, bucket: Bucket, weight: Weight, offset: int) -> Iterator[Span]:
@@ -115,8 +120,9 @@ class BetweenHosts(Ipc):
             for column, rank in enumerate(ranks):
                 if host != self._host and (lies := self._elsewhere[rank].get(weight.name)):
                     staging = self._staging if column == self._column else self._peers[here[column]]
+                    row = self._rows(staging, buffer, bucket)[self._row[rank]]
                     end = offset + lies.count * weight.dtype.itemsize
-                    yield Span(lies.start, self._rows(staging, buffer, bucket)[host, offset:end].view(weight.dtype))
+                    yield Span(lies.start, row[offset:end].view(weight.dtype))
 
     def release(self) -> None:
         """As Ipc, and the buffers go."""

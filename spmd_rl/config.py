@@ -294,8 +294,8 @@ class MemoryConfig:
     """Who is on the GPU in which phase."""
 
     swap: Literal["auto", "always", "never"] = "auto"
-    """auto: what fits beside the KV cache stays on the GPU, the rest takes turns; always: all takes turns, vLLM asleep
-    while the policy trains; never: all stays. On CPU auto is never."""
+    """auto: what fits beside the KV cache stays on the GPU, the rest takes turns; always: all takes turns (but weights
+    that are the engine's too), vLLM asleep while the policy trains; never: all stays. On CPU auto is never."""
     device_gib: float = 0.0
     """Memory of a GPU in GiB for the plan; 0 asks the device. For --dry_run on a machine without one."""
 
@@ -306,8 +306,9 @@ class WeightSyncConfig:
 
     transport: Literal["auto", "shared", "ipc", "gather"] = "auto"
     """`shared`: the engine's parameters are the policy's own memory (engines of one rank below ZeRO-3). `ipc`: copied,
-    from this rank's memory and through handles from that of other ranks of the host. `gather`: by collectives. `auto`:
-    the first of them that serves; `shared` on GPUs only."""
+    from this rank's memory and through handles from that of other ranks of the host; what lies on other hosts is
+    gathered. `gather`: by collectives. `auto`: the first of them that serves; `shared` on GPUs only, `ipc` on one host
+    only."""
     bucket_mib: int = 512
     """Weights gathered at once from ZeRO-3 shards, in MiB; a larger tensor is a bucket of its own."""
 
@@ -416,13 +417,6 @@ class Config:
         loss = self.loss
         return (loss.recompute_old_logprobs or self.updates_per_step > 1 or loss.top_entropy_quantile < 1
                 or (loss.beta > 0 and loss.kl_in == "reward"))
-
-    def shares_weights(self, on_gpu: bool) -> bool:
-        """Whether an engine is to be started on the policy's own memory; it may turn out that it cannot."""
-        if self.weight_sync.transport != "auto":
-            return self.weight_sync.transport == "shared"
-        # On a CPU vLLM repacks nearly every model.
-        return on_gpu and self.rollout.tensor_parallel_size == 1 and self.policy.zero_stage < 3
 
     @property
     def max_model_len(self) -> int:

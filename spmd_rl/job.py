@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,19 +140,22 @@ class Job:
         host_memory = HostMemory(pinned=mesh.device.type == "cuda")
         host_memory.grow_in_background(plan.host_bytes)  # while the engine starts
         claim_workspaces(mesh.device)
-        shares_weights = config.shares_weights(mesh.device.type == "cuda")
-        if not shares_weights:
+        if not plan.shares_weights:
             with metrics.timed("engine start"):
                 rollout = Rollout(config, mesh, inputs.tokenizer, plan.engine_sleeps)
         with metrics.timed("policy start"):
-            policy = Policy(config, mesh, inputs.hf_config)
+            policy = Policy(config, mesh, inputs.hf_config, plan.shares_weights)
             # Its own copy of the config: each engine sets fields of it.
             reference = Reference(config, mesh, load_hf_config(config.model)) if config.loss.beta > 0 else None
         self.progress = checkpoint_module.load(checkpoint, policy, reference) if checkpoint else Progress()
-        if shares_weights:
+        if plan.shares_weights:
             with metrics.timed("engine start"), away(
                     mesh.device, host_memory, lambda: storages(policy, reference), set(MOVABLE) - plan.residents):
                 rollout = Rollout(config, mesh, inputs.tokenizer, plan.engine_sleeps, shared=policy.held_weights())
+            if rollout.why_not_shared:
+                say_once(f"warning: the engine has weights of its own, of {plan.tenants[Tenant.WEIGHTS] / 2**30:.1f} "
+                         f"GiB, for which the plan has no room but the KV cache's ({rollout.why_not_shared}): set "
+                         "weight_sync.transport ipc", sys.stderr)
         self.saved_step = self.progress.step
         self.first_step = self.progress.step + 1
         self.saver = Saver(config, mesh, policy, reference)

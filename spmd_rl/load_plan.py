@@ -184,7 +184,8 @@ class Adoption:
         self.why_not: str | None = None
         """Why they are the engine's own; None where they are views."""
         self._addresses: dict[str, int] = {}
-        self._slots: list[tuple[str, dict[str, Tensor], str]] = []
+        self._modules: list[tuple[dict[str, Any], str, Any, int]] = []
+        self._slots: list[tuple[str, dict[str, Any], str]] = []
 
     def take(self, model: Any, weights: Sequence[Weight]) -> None:
         """Make each parameter of the model a view of the weights' memory; all of them, or none. Raises Unplannable."""
@@ -196,14 +197,24 @@ class Adoption:
 
     def lost(self, model: Any) -> list[str]:
         """Names of parameters that are no longer the views that they became: vLLM repacked them, or they moved."""
-        if not self._slots:
+        if not self._slots or any(_count(module) != count or modules.get(key) is not module
+                                  for modules, key, module, count in self._modules):
             if new := dict(model.named_parameters()).keys() - self._addresses.keys():
                 return sorted(new)
             # Where each is looked up: a walk over all modules takes longer than the rest of a sync.
-            self._slots = [(name, module._parameters, key) for prefix, module in model.named_modules()
-                           for key in module._parameters if (name := f"{prefix}.{key}") in self._addresses]
-        now = {name: parameters[key].data_ptr() for name, parameters, key in self._slots if key in parameters}
+            named: dict[str, Any] = dict(model.named_modules())
+            self._modules = [(parent._modules, key, module, _count(module))
+                             for parent in named.values() for key, module in parent._modules.items()
+                             if module is not None]
+            self._slots = [(name, module._parameters, key) for prefix, module in named.items()
+                           for key in module._parameters if (name := f"{prefix}.{key}".lstrip(".")) in self._addresses]
+        now = {name: parameters[key].data_ptr() for name, parameters, key in self._slots
+               if parameters.get(key) is not None}
         return sorted(name for name, address in self._addresses.items() if now.get(name) != address)
+
+
+def _count(module: Any) -> int:
+    return sum(parameter is not None for parameter in module._parameters.values())
 
 
 class _Recorder(TorchDispatchMode):

@@ -42,6 +42,8 @@ class Plan:
     """Phase -> settings that make it smaller, those first that cost least."""
     device_bytes: int | None
     """Of the smallest device of the job; None where no device could be asked."""
+    shares_weights: bool = False
+    """Whether the engine is to be started on the policy's own weights, which then stay on the device."""
 
     @property
     def engine_sleeps(self) -> bool:
@@ -91,10 +93,11 @@ def make_plan(config: Config, model: ModelShape, world_size: int, device_bytes: 
     _check_share(config, model, device_bytes)
     tenants = _tenants(config, model, world_size, device_bytes)
     others = _others(config, model, world_size, device_bytes)
-    remedies = {phase: _remedy(config, phase) for phase in PHASES}
+    shares = shares_weights(config, model, bool(device_bytes))
+    remedies = {phase: _remedy(config, phase, shares) for phase in PHASES}
     # Storage that the engine's parameters are views of never moves.
-    pinned = frozenset({Tenant.WEIGHTS}) if config.shares_weights(bool(device_bytes)) else frozenset[Tenant]()
-    plan = Plan(tenants, others, pinned, remedies, device_bytes)
+    pinned = frozenset({Tenant.WEIGHTS}) if shares else frozenset[Tenant]()
+    plan = Plan(tenants, others, pinned, remedies, device_bytes, shares)
     if config.memory.swap == "never" or config.memory.swap == "auto" and not device_bytes:
         plan = replace(plan, residents=frozenset(Tenant))
     elif config.memory.swap == "auto":
@@ -107,6 +110,15 @@ def make_plan(config: Config, model: ModelShape, world_size: int, device_bytes: 
                 + ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.row(phase).items() if size)
                 + f"; what helps: {remedies[phase]}")
     return plan
+
+
+def shares_weights(config: Config, model: ModelShape, on_gpu: bool) -> bool:
+    """Whether an engine is to be started on the policy's own memory; it may turn out that it cannot."""
+    if config.weight_sync.transport != "auto":
+        return config.weight_sync.transport == "shared"
+    # On a CPU vLLM repacks nearly every model, and a vocabulary is padded to a multiple of 64.
+    return (on_gpu and config.rollout.tensor_parallel_size == 1 and config.policy.zero_stage < 3
+            and model.vocabulary % 64 == 0)
 
 
 def _check_share(config: Config, model: ModelShape, device_bytes: int | None) -> None:
@@ -145,7 +157,7 @@ def _tenants(config: Config, model: ModelShape, world_size: int, device_bytes: i
         Tenant.GRADIENTS: 0 if on_host and stage > 0 else gradients[stage],
         Tenant.SCRATCH: _reduce_bucket(config) * width if stage == 3 else 0,
         Tenant.REFERENCE: width * reference_shard if config.loss.beta > 0 else 0,
-        Tenant.ENGINE_WEIGHTS: 0 if config.shares_weights(bool(device_bytes)) else model_bytes,
+        Tenant.ENGINE_WEIGHTS: 0 if shares_weights(config, model, bool(device_bytes)) else model_bytes,
         Tenant.KV_CACHE: kv_cache,
     }
 
@@ -220,7 +232,7 @@ def _residents(plan: Plan) -> frozenset[Tenant]:
     return best[1]
 
 
-def _remedy(config: Config, phase: str) -> str:
+def _remedy(config: Config, phase: str, shares: bool) -> str:
     p = config.policy
     found = []
     if config.memory.swap == "never":
@@ -235,6 +247,8 @@ def _remedy(config: Config, phase: str) -> str:
             found.append("set policy.gradient_checkpointing true")
         found.append(f"lower batch.max_tokens_per_microbatch ({config.batch.max_tokens_per_microbatch}) or "
                      f"policy.logprob_memory_gib ({p.logprob_memory_gib})")
+    if phase == "reference" and shares:
+        found.append("set weight_sync.transport ipc, so that the policy's weights leave")
     if phase == "sync":
         found.append(f"lower weight_sync.bucket_mib ({config.weight_sync.bucket_mib})")
     if p.zero_stage < 3:

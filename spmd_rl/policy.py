@@ -196,15 +196,15 @@ class Engine:
 class Policy(Engine):
     """The trained model with its optimizer and schedule."""
 
-    def __init__(self, config: Config, mesh: Mesh, hf_config: Any) -> None:
-        """Build the engine; collective."""
+    def __init__(self, config: Config, mesh: Mesh, hf_config: Any, shares_weights: bool = False) -> None:
+        """Build the engine; collective. shares_weights: whether a sampler's parameters are to be views of its own."""
         self._nonfinite_in_a_row = 0
         ds_config = deepspeed_config(config, config.policy.zero_stage)
         super().__init__(config, mesh, hf_config, ds_config)
         self.recomputed = 0.0
         if config.policy.gradient_checkpointing:
             self.recomputed = model.checkpoint_blocks(self.model.lm, config.policy.gradient_checkpointing_every)
-        if self.zero_stage == 0 and config.shares_weights(mesh.device.type == "cuda"):
+        if self.zero_stage == 0 and (shares_weights or config.weight_sync.transport == "shared"):
             flatten(self.model, mesh.device)
         optimizer: Any = _make_optimizer(self.model, config, mesh.device)
         p = config.policy

@@ -76,7 +76,7 @@ class Rollout:
             if reads_weights:
                 arguments["load_format"] = "auto"
             before = fingerprint(shared)
-            self._llm: Any = self._vllm.LLM(**arguments)
+            self._llm: Any = self._start(arguments)
             if fingerprint(shared) != before:
                 raise RuntimeError("vLLM wrote to the policy's weights while it started on them: set "
                                    "weight_sync.transport ipc")
@@ -88,15 +88,20 @@ class Rollout:
         self.state = EngineState.WEIGHTS_AWAKE  # and the KV cache, over weights that mean nothing
         self.sleep()
 
+    def _start(self, arguments: dict[str, Any]) -> Any:
+        try:
+            return self._vllm.LLM(**arguments)
+        except (RuntimeError, ValueError) as error:
+            if self._adoption and self._adoption.why_not:
+                raise ConfigError(f"the engine cannot have the policy's weights as its own ({self._adoption.why_not}), "
+                                  "and was to be started without room for others: set weight_sync.transport ipc"
+                                  ) from error
+            raise
+
     @property
     def is_ready(self) -> bool:
         """Whether it can generate."""
         return self.state is EngineState.READY
-
-    @property
-    def was_to_share(self) -> bool:
-        """Whether it was started on the policy's memory."""
-        return self._adoption is not None
 
     @property
     def why_not_shared(self) -> str | None:
@@ -394,7 +399,9 @@ def engine_arguments(config: Config, mesh: Mesh, sleeps: bool, shared: Sequence[
 def fingerprint(weights: Sequence[Weight]) -> list[int]:
     """A number for each weight that lies in one piece, which changes with any one bit of it."""
     integer = {2: torch.int16, 4: torch.int32}
-    return [int(weight.spans[0].flat.view(integer[weight.dtype.itemsize]).sum(dtype=torch.int64)) for weight in weights]
+    bits = [weight.spans[0].flat.view(integer[weight.dtype.itemsize]) for weight in weights]
+    # In parts: torch makes an int64 copy of what it sums.
+    return [sum(int(part.sum(dtype=torch.int64)) for part in flat.split(2**24)) for flat in bits]
 
 
 def share_of_device(weights: Sequence[Weight], device: torch.device) -> float:

@@ -74,9 +74,6 @@ class WeightSync:
                 self._transport = self._ipc(config, is_forced, weights_stay)
             if why_not:
                 self._reason = f" (not ipc: {why_not})"
-            if rollout.was_to_share:
-                self._reason = (f" (not shared: {rollout.why_not_shared}; set weight_sync.transport {self.transport}, "
-                                "and the KV cache gets the room that the engine's own weights now take)")
 
     def _ipc(self, config: WeightSyncConfig, is_forced: bool, weights_stay: bool) -> Ipc:
         mesh, held = self._mesh, self._policy.held_weights

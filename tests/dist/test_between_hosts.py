@@ -16,11 +16,12 @@ def long(*values):
 
 
 @pytest.mark.parametrize("hosts, bucket_bytes, dtype, number", [
-    ([0, 0, 1, 1], 150, "float32", 5), long([0, 1, 0, 1], 600, "bfloat16", 4),
+    ([0, 1, 1, 0], 150, "float32", 5), long([0, 0, 1, 1], 150, "float32", 5),
+    long([0, 1, 0, 1], 600, "bfloat16", 4),
     long([0, 0, 1, 1], 2**20, "bfloat16", 1), long([0, 0, 0, 1, 1, 1], 1, "float32", 6)])
 def test_every_rank_gets_every_weight(tmp_path, hosts, bucket_bytes, dtype, number):
-    """Hosts of neighbouring ranks or not, an odd or an even number of buckets, one in all; weights that some ranks hold
-    nothing of; ranks that read late, also the last bucket before a pass begins anew."""
+    """Hosts of neighbouring ranks or in any order, an odd or an even number of buckets, one in all; weights that some
+    ranks hold nothing of; ranks that read late, also the last bucket before a pass begins anew; a sync given up."""
     job = dict(hosts=hosts, bucket_bytes=bucket_bytes, dtype=dtype, syncs=6, late=0.4)
     (tmp_path / "job.json").write_text(json.dumps(job))
     torchrun(len(hosts), [WORKER, str(tmp_path / "job.json")], env={"PYTHONPATH": str(ROOT)}, timeout_s=120).succeeded()

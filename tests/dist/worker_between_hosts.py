@@ -23,6 +23,12 @@ def whole(version, dtype):
     return {name: torch.randn(shape, generator=draw).to(dtype) for name, shape in SHAPES.items()}
 
 
+def fill(held, truth):
+    for weight in held:
+        for span in weight.spans:
+            span.flat.copy_(truth[weight.name].view(-1)[span.start:span.start + span.flat.numel()])
+
+
 def main():
     job = json.loads(Path(sys.argv[1]).read_text())
     mesh = Mesh(MeshConfig(device="cpu", timeout_s=60), 1, 0)
@@ -53,9 +59,13 @@ def run(job, mesh):
     wrong = []
     for version in range(job["syncs"]):
         truth = whole(version, dtype)
-        for weight in held:
-            for span in weight.spans:
-                span.flat.copy_(truth[weight.name].view(-1)[span.start:span.start + span.flat.numel()])
+        fill(held, truth)
+        if version % 3 == 1:  # one that its caller gives up
+            flat.zero_()
+            for weight in sync.weights(mesh.all_gather(sync.offer())):
+                pass
+            mesh.barrier()
+            fill(held, truth)
         offers = mesh.all_gather(sync.offer())
         for _ in range(2):  # as in a first sync, which takes them twice
             seen = []

@@ -67,15 +67,16 @@ def test_a_forward_only_engine_moves(moved, name):
     assert found["rows"] and found["is_equal"] and not any(found["left"])
 
 
-@pytest.fixture(scope="module")
-def cycled(inputs, tmp_path_factory):
-    """Three rounds of sleep, wake and sync of unchanged weights, under an allocator option of the user's (case 44)."""
+@pytest.fixture(scope="module", params=["auto", "ipc"])
+def cycled(inputs, tmp_path_factory, request):
+    """Three rounds of sleep, wake and sync of unchanged weights, under an allocator option of the user's (case 44);
+    with the policy's weights as the engine's, and with weights that leave."""
     folder = tmp_path_factory.mktemp("cycled")
     model, train = inputs
     rollout = {"num_generations": 4, "max_completion_length": 6, "enforce_eager": True, "kv_cache_gib": 8.0}
     config = launching.write_config(
         folder / "config.yaml", model, train, folder / "run", mesh={"device": "cuda"}, rollout=rollout,
-        memory={"swap": "always"}, loss={"beta": 0.1},
+        memory={"swap": "always"}, loss={"beta": 0.1}, weight_sync={"transport": request.param},
         run={"output_dir": str(folder / "run"), "max_steps": 2})
     worker = str(launching.ROOT / "tests" / "gpu" / "worker_memory.py")
     (folder / "run").mkdir()
@@ -123,7 +124,7 @@ def test_the_residents_explain_what_is_used(cycled):
     assert all(0 <= gib < 1 for gib in cycled["unexplained"]), cycled["unexplained"]
 
 
-@pytest.mark.parametrize("transport", ["auto", "shared"])
+@pytest.mark.parametrize("transport", ["auto", "ipc"])
 def test_the_share_of_the_device_is_honoured(inputs, tmp_path, transport):
     """While it samples, weights, KV cache and the engine's work take rollout.gpu_memory_utilization, within 5 %; also
     where the weights are the policy's."""

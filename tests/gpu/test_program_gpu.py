@@ -36,11 +36,12 @@ def run_program(inputs, tmp_path, **sections):
         return [json.loads(line) for line in file]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_first_step_and_sleep(stage, inputs, tmp_path):
+@pytest.mark.parametrize("stage, transport", [(2, "auto"), (2, "ipc"), (3, "auto")])
+def test_first_step_and_sleep(stage, transport, inputs, tmp_path):
     """Unchanged weights give ratio 1 and KL 0; the engine's memory is not there while the policy trains."""
     rows = run_program(inputs, tmp_path, loss={"beta": 0.1, "recompute_old_logprobs": True},
-                       policy={"zero_stage": stage, "learning_rate": 0.1}, memory={"swap": "always"})
+                       policy={"zero_stage": stage, "learning_rate": 0.1}, memory={"swap": "always"},
+                       weight_sync={"transport": transport})
     assert len(rows) == STEPS
     assert abs(rows[0]["ratio"] - 1) <= 1e-3
     assert abs(rows[0]["kl"]) <= 1e-3

@@ -363,11 +363,13 @@ def test_all_lengths_are_compiled_for_with_the_first_row(monkeypatch):
 def test_compiling_for_all_lengths_leaves_a_checkpointed_layer_its_gradient(monkeypatch):
     """It runs forward and backward in the midst of the layer's forward. (Not FlexAttention, which has no backward on a
     CPU.)"""
-    calls = []
+    calls, backwards = [], []
 
     def blend(query, key, value, **kwargs):
         calls.append(query.shape[2])
-        return (query * key.repeat_interleave(2, 1)).tanh() + value.repeat_interleave(2, 1)
+        out = (query * key.repeat_interleave(2, 1)).tanh() + value.repeat_interleave(2, 1)
+        out.register_hook(lambda gradient: backwards.append(gradient.shape[2]))
+        return out
 
     monkeypatch.setattr(attention, "_met", set())
     monkeypatch.setattr(attention, "_compiled_flex", blend)
@@ -376,6 +378,7 @@ def test_compiling_for_all_lengths_leaves_a_checkpointed_layer_its_gradient(monk
     out = checkpoint(lambda *row: attention._flex(*row, packed, None, None), *row, use_reentrant=False)
     found = torch.autograd.grad(out.sin().sum(), row)
     assert calls == [128, 256, 128, 128]  # all lengths, the row, the row again
+    assert backwards == [128, 256, 128]
     for got, want in zip(found, torch.autograd.grad(blend(*row).sin().sum(), row), strict=True):
         assert torch.equal(got, want)
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from spmd_rl.load_plan import Span, Unplannable, Weight, record
+from spmd_rl.load_plan import Adoption, Span, Unplannable, Weight, record
 
 ROWS, COLUMNS = 6, 4
 
@@ -294,3 +294,56 @@ def test_small_shapes(shape):
         plan.load([Weight("w", shape, torch.float32, spans)])
         assert torch.equal(target, value)
     assert list(itertools.chain(plan.differences([Weight.of("w", value)]))) == []
+
+
+class Layers(torch.nn.Module):
+    """Two layers and a scale, as vLLM's models load them."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.zeros(8))
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8, bias=False) for _ in range(2)])
+
+    def load_weights(self, weights):
+        parameters = dict(self.named_parameters())
+        for name, weight in weights:
+            parameters[name].data.copy_(weight)
+
+
+def replaced_layer(model):
+    model.layers[1] = torch.nn.Linear(8, 8, bias=False)
+
+
+def replaced_parameter(model):
+    model.scale = torch.nn.Parameter(torch.zeros(8))
+
+
+def moved(model):
+    model.layers[0].weight.data = model.layers[0].weight.data.clone()
+
+
+def dropped(model):
+    model.layers[0].weight = None
+
+
+def added(model):
+    model.layers[0].bias = torch.nn.Parameter(torch.zeros(8))
+
+
+@pytest.mark.parametrize("change, name", [
+    (replaced_layer, "layers.1.weight"), (replaced_parameter, "scale"), (moved, "layers.0.weight"),
+    (dropped, "layers.0.weight"), (added, "layers.0.bias")])
+@pytest.mark.parametrize("looks", [0, 3])
+def test_a_parameter_that_is_no_longer_the_policys_memory_is_seen(change, name, looks):
+    """Whatever became of it, also where all were right at earlier looks."""
+    model, adoption = Layers(), Adoption()
+    flat = torch.randn(8 + 2 * 64)
+    places = {"layers.0.weight": (0, (8, 8)), "layers.1.weight": (64, (8, 8)), "scale": (128, (8,))}
+    adoption.take(model, [Weight.of(key, flat[start:start + math.prod(shape)].view(shape))
+                          for key, (start, shape) in places.items()])
+    assert torch.equal(model.layers[1].weight, flat[64:128].view(8, 8))
+    for _ in range(looks):
+        assert adoption.lost(model) == []
+    change(model)
+    for _ in range(2):
+        assert adoption.lost(model) == [name]

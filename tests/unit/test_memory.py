@@ -3,6 +3,7 @@
 import contextlib
 import json
 import random
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -173,6 +174,45 @@ def test_a_failure_behind_sampling_is_raised_at_the_next_phase(make, monkeypatch
     walk(memory, device, ["rollout"])
     with pytest.raises(OSError, match="no copy"):
         memory.enter("train")
+
+
+def test_only_what_forward_needs_is_on_its_way_when_the_engine_goes_to_sleep(make, monkeypatch):
+    """vLLM's sleep waits for all copies: masters and moments would be waited for, which come back behind forward."""
+    memory, device = make(2 * TRAIN + 20 * KB)
+    walk(memory, device, ["sync", "rollout"])
+    memory._settle()
+    there = []
+
+    def sleep():
+        there.extend(tenant for tenant, tensor in device.tensors.items() if tensor.untyped_storage().nbytes())
+        device.state = EngineState.ASLEEP
+
+    monkeypatch.setattr(device, "sleep", sleep)
+    walk(memory, device, ["train"])
+    assert Tenant.WEIGHTS in there and not {Tenant.MASTERS, Tenant.MOMENTS} & set(there)
+    assert all(device.tensors[t].untyped_storage().nbytes() for t in (Tenant.MASTERS, Tenant.MOMENTS))
+    memory.close()
+
+
+def test_the_timeline_says_how_long_the_step_waited(make, monkeypatch, tmp_path):
+    """In the line of the change that took so long, and in no other; what a wait before the optimizer step took is in
+    the next one."""
+    path = tmp_path / "memory.jsonl"
+    memory, device = make(TRAIN, timelines=[path.open("w")])
+    wait = memory._offloader.wait
+    monkeypatch.setattr(device, "sleep", lambda: (time.sleep(0.05), setattr(device, "state", EngineState.ASLEEP)))
+    walk(memory, device, ["sync", "rollout"])
+    memory.enter("train")
+    monkeypatch.setattr(memory._offloader, "wait", lambda tenants: (time.sleep(0.1), wait(tenants)))
+    memory.wait_for_step()
+    monkeypatch.setattr(memory._offloader, "wait", wait)
+    walk(memory, device, ["sync"])
+    memory.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    by_phase = [(line["phase"], line["exposed_s"]) for line in lines]
+    assert [phase for phase, _ in by_phase] == ["sync", "rollout", "rollout", "train", "sync"]
+    assert by_phase[3][1] >= 0.05 and by_phase[4][1] >= 0.1 and by_phase[2][1] == 0.0
+    assert max(by_phase[0][1], by_phase[1][1]) < 0.05
 
 
 def test_the_timeline_has_a_line_for_each_change(make, tmp_path):

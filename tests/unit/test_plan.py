@@ -1,5 +1,7 @@
 """The memory plan against arithmetic done by hand, and what it decides and refuses."""
 
+from dataclasses import replace
+
 import pytest
 
 from spmd_rl.config import Config, ConfigError
@@ -9,7 +11,7 @@ from spmd_rl.plan import ENGINE, GIB, PHASES, POLICY, make_plan
 
 # 10 layers of width 1000 with 100 M parameters: sizes by hand are round.
 SHAPE = ModelShape(num_parameters=100_000_000, largest_parameter=20_000_000, windows=(None,) * 10, hidden=1000,
-                   intermediate=3000, query_width=1000, key_width=500, vocabulary=20_000)
+                   intermediate=3000, query_width=1000, key_width=500, vocabulary=19_968)
 MB = 10**6
 
 
@@ -104,7 +106,11 @@ def test_always_and_never(transport, kept):
     ({"weight_sync": {"transport": "ipc"}}, True, False)])
 def test_auto_shares_weights_where_an_engine_can_have_them(sections, on_gpu, shares):
     """Whole ones on each rank, an engine of one rank, a GPU."""
-    assert config(**sections).shares_weights(on_gpu) is shares
+    assert make_plan(config(**sections), SHAPE, 1, 100 * GIB if on_gpu else None).shares_weights is shares
+    padded = replace(SHAPE, vocabulary=SHAPE.vocabulary + 1)  # by vLLM, to a multiple of 64
+    is_forced = "weight_sync" in sections
+    assert make_plan(config(**sections), padded, 1, 100 * GIB if on_gpu else None).shares_weights is (
+        shares and is_forced)
 
 
 def test_without_a_device_nothing_moves_by_itself():

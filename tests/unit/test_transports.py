@@ -287,10 +287,19 @@ def test_nothing_is_tried_where_every_rank_has_all():
 
 
 def test_shards_on_two_hosts_are_gathered():
-    """A handle does not reach the other host."""
-    held = shards_of(0, 2, tensors())[1]
-    assert "over 2 hosts" in why_not_ipc(Together([[("another", None, False, 9)]]), held, False)
-    assert "over 2 hosts" in why_not_ipc(Together([[("another", None, False, 9)]]), held, True)
+    """A handle does not reach the other host; gathers between hosts need some of as many ranks, more than one."""
+    held = shards_of(0, 4, tensors())[1]
+
+    def why_not(hosts, is_forced):
+        peers = [(host, None, False, 9) for host in hosts]
+        tried = [[None] * len(peers)] * 2  # handles that do not come; no reason
+        return why_not_ipc(Together([peers, *tried], world_size=len(peers) + 1), held, is_forced)
+
+    assert "over 2 hosts of 1 ranks" in why_not(["another"], False)
+    assert "over 2 hosts of 1 ranks" in why_not(["another"], True)
+    assert "over 2 hosts of 1 and 3 ranks" in why_not(["another"] * 3, True)
+    assert "of which only transport ipc makes use" in why_not(["this", "another", "another"], False)
+    assert why_not(["this", "another", "another"], True) is None
 
 
 @pytest.mark.parametrize("whose", ["mine", "a peer's"])
