@@ -33,6 +33,8 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
 ReturnToService=2
+# Ranks meet at a port of their job's number: two clusters of one machine that count from 1 would take the same.
+FirstJobId={first_job}
 SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
@@ -84,7 +86,8 @@ class Cluster:
             (self.folder / name).mkdir()
         host = socket.gethostname().split(".")[0]
         (self.folder / "slurm.conf").write_text(CONFIG.format(
-            host=host, folder=self.folder, controller_port=ports[0], first_port=ports[1], last_port=ports[2]))
+            host=host, folder=self.folder, controller_port=ports[0], first_port=ports[1], last_port=ports[2],
+            first_job=1 + int.from_bytes(os.urandom(2), "little")))
         self._run("slurmctld", "-D")
         for node in ("n1", "n2"):
             self._run("slurmd", "-D", "-N", node)
