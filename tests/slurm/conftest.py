@@ -2,6 +2,7 @@
 
 import getpass
 import os
+import random
 import shutil
 import signal
 import socket
@@ -182,8 +183,10 @@ class Cluster:
 
 
 def _free_ports(count):
-    """Neighbouring free ports."""
-    for first in range(17000, 30000, 10):
+    """Neighbouring free ports; from a random place, since another cluster may look for some at the same time."""
+    places = list(range(17000, 30000, 10))
+    random.shuffle(places)
+    for first in places:
         sockets = []
         try:
             for port in range(first, first + count):
