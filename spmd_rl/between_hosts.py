@@ -17,6 +17,7 @@ from spmd_rl import handles
 from spmd_rl.handles import Handle
 from spmd_rl.load_plan import Span, Weight
 from spmd_rl.mesh import Mesh
+from spmd_rl.offload import bytes_of
 from spmd_rl.transports import Ipc, Lies, Offer, put_together, synchronize
 
 ALIGNMENT = 16  # bytes, of a shard in a buffer
@@ -58,6 +59,8 @@ class BetweenHosts(Ipc):
         # Every rank makes every group, in the same order.
         self._across = [dist.new_group(ranks) for ranks in columns][self._column]
         self._within = [dist.new_group(ranks, backend="gloo") for ranks in self._ranks][self._host]
+        self._cut: Sequence[Weight] = ()
+        """The weights that the buckets are of."""
         self._buckets: list[Bucket] = []
         self._staging = torch.empty(0)
         self._peers: dict[int, Tensor] = {}
@@ -68,7 +71,8 @@ class BetweenHosts(Ipc):
         self._peers = {}  # of a sync that failed
         offer = super().offer()
         assert offer is not None, "handles are exchanged"
-        self._buckets = buckets(self._mine, self._mesh.world_size, self._bucket_bytes)
+        if self._mine is not self._cut:
+            self._cut, self._buckets = self._mine, buckets(self._mine, self._mesh.world_size, self._bucket_bytes)
         size = max(bucket.num_bytes for bucket in self._buckets)
         self._staging = torch.empty(2, len(self._ranks) * size, dtype=torch.uint8, device=self._mesh.device)
         sent = [[handles.export(self._staging.untyped_storage(), self._place)] if reads else []
@@ -83,8 +87,7 @@ class BetweenHosts(Ipc):
             assert isinstance(offer, StagedOffer), "every rank stages"
             if rank in here and rank != here[self._column] and rank not in self._peers:
                 storage, = (handles.open_handle(handle, self._place) for handle in self._mesh.mine(offer.staging))
-                self._peers[rank] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
-                    storage).view_as(self._staging)  # type: ignore[call-overload]
+                self._peers[rank] = bytes_of(storage).view_as(self._staging)
             if rank not in here and offer.layout is not None:
                 self._elsewhere[rank] = {lies.name: lies for lies in offer.layout}
         found = self._spans_here()

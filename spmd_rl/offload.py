@@ -274,7 +274,7 @@ class Offloader:
         return entry
 
     def _copy_out(self, storage: torch.UntypedStorage, entry: _Entry, moved: Moved) -> None:
-        view = _bytes_of(storage)
+        view = bytes_of(storage)
         entry.is_zero = entry.tenant is Tenant.GRADIENTS and _is_zero(view)
         if entry.tenant is not Tenant.SCRATCH and not entry.is_zero:
             if entry.start is None:
@@ -292,7 +292,7 @@ class Offloader:
 
     def _copy_in(self, entry: _Entry, moved: Moved) -> None:
         assert entry.storage is not None, "a storage on the host is held"
-        view = _bytes_of(entry.storage)
+        view = bytes_of(entry.storage)
         with _on(self._in):
             if entry.is_zero:
                 view.zero_()
@@ -341,7 +341,8 @@ def _on(stream: Any) -> Any:
     return torch.cuda.stream(stream) if stream else contextlib.nullcontext()
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """A view of all of it."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
 
 

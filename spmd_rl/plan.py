@@ -91,9 +91,9 @@ class Plan:
 def make_plan(config: Config, model: ModelShape, world_size: int, device_bytes: int | None) -> Plan:
     """The table, and what stays. Raises ConfigError where a phase cannot fit, with the numbers and what to set."""
     _check_share(config, model, device_bytes)
-    tenants = _tenants(config, model, world_size, device_bytes)
-    others = _others(config, model, world_size, device_bytes)
     shares = shares_weights(config, model, bool(device_bytes))
+    tenants = _tenants(config, model, world_size, device_bytes, shares)
+    others = _others(config, model, world_size, device_bytes)
     remedies = {phase: _remedy(config, phase, shares) for phase in PHASES}
     # Storage that the engine's parameters are views of never moves.
     pinned = frozenset({Tenant.WEIGHTS}) if shares else frozenset[Tenant]()
@@ -131,7 +131,8 @@ def _check_share(config: Config, model: ModelShape, device_bytes: int | None) ->
                           f"{model_bytes / GIB:.1f}; raise it")
 
 
-def _tenants(config: Config, model: ModelShape, world_size: int, device_bytes: int | None) -> dict[Tenant, int]:
+def _tenants(config: Config, model: ModelShape, world_size: int, device_bytes: int | None,
+             shares: bool) -> dict[Tenant, int]:
     """Bytes by DeepSpeed's own layout at each stage; masters and moments are fp32."""
     stage, n = config.policy.zero_stage, model.num_parameters
     is_bf16 = config.model.dtype == "bfloat16"
@@ -157,7 +158,7 @@ def _tenants(config: Config, model: ModelShape, world_size: int, device_bytes: i
         Tenant.GRADIENTS: 0 if on_host and stage > 0 else gradients[stage],
         Tenant.SCRATCH: _reduce_bucket(config) * width if stage == 3 else 0,
         Tenant.REFERENCE: width * reference_shard if config.loss.beta > 0 else 0,
-        Tenant.ENGINE_WEIGHTS: 0 if shares_weights(config, model, bool(device_bytes)) else model_bytes,
+        Tenant.ENGINE_WEIGHTS: 0 if shares else model_bytes,
         Tenant.KV_CACHE: kv_cache,
     }
 

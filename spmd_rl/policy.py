@@ -204,7 +204,7 @@ class Policy(Engine):
         self.recomputed = 0.0
         if config.policy.gradient_checkpointing:
             self.recomputed = model.checkpoint_blocks(self.model.lm, config.policy.gradient_checkpointing_every)
-        if self.zero_stage == 0 and (shares_weights or config.weight_sync.transport == "shared"):
+        if self.zero_stage == 0 and shares_weights:
             flatten(self.model, mesh.device)
         optimizer: Any = _make_optimizer(self.model, config, mesh.device)
         p = config.policy

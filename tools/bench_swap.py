@@ -117,7 +117,7 @@ def cycle(mover: Offloader, mesh: Mesh) -> tuple[tuple, int, int]:
         reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     left = used_bytes(mesh)
     if mesh.device.type == "cuda":
-        time.sleep(AWAY_S)
+        time.sleep(AWAY_S)  # until the driver has cleared what was freed, as in a run
     back = mover.enter(POLICY)
     mover.wait(POLICY)
     return (out, back), left, reserved

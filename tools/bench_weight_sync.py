@@ -89,7 +89,7 @@ def measure(args: argparse.Namespace, mesh: Mesh) -> dict:
     tokenizer = load_tokenizer(config.model)
     if not shares:
         rollout = Rollout(config, mesh, tokenizer, sleeps=False)
-    policy = Policy(config, mesh, load_hf_config(config.model))
+    policy = Policy(config, mesh, load_hf_config(config.model), shares)
     if shares:
         rollout = Rollout(config, mesh, tokenizer, sleeps=False, shared=policy.held_weights())
     times: dict[str, list[float]] = {row: [] for row in ROWS}

@@ -96,7 +96,7 @@ def check(args: argparse.Namespace, mesh: Mesh) -> list[dict]:
     for stage in args.stages:
         config.policy.zero_stage = stage
         config.weight_sync.transport = "shared" if "shared" in args.transports and stage < 3 else "auto"
-        policy = Policy(config, mesh, load_hf_config(config.model))
+        policy = Policy(config, mesh, load_hf_config(config.model), config.weight_sync.transport == "shared")
         for transport, bucket in cells(args):
             if transport == "shared" and stage == 3:
                 continue

@@ -64,7 +64,7 @@ def run(job, mesh):
             flat.zero_()
             for weight in sync.weights(mesh.all_gather(sync.offer())):
                 pass
-            mesh.barrier()
+            mesh.barrier()  # nobody writes new shards while another still reads the old ones
             fill(held, truth)
         offers = mesh.all_gather(sync.offer())
         for _ in range(2):  # as in a first sync, which takes them twice

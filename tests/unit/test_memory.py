@@ -200,6 +200,7 @@ def test_the_timeline_says_how_long_the_step_waited(make, monkeypatch, tmp_path)
     path = tmp_path / "memory.jsonl"
     memory, device = make(TRAIN, timelines=[path.open("w")])
     wait = memory._offloader.wait
+    # The sleeps are the time that the lines have to show.
     monkeypatch.setattr(device, "sleep", lambda: (time.sleep(0.05), setattr(device, "state", EngineState.ASLEEP)))
     walk(memory, device, ["sync", "rollout"])
     memory.enter("train")
