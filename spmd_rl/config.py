@@ -130,7 +130,8 @@ class RolloutConfig:
     tensor_parallel_size: int = 1
     """Neighbouring ranks that form one engine."""
     gpu_memory_utilization: float = 0.5
-    """Share of the GPU that the engine may take in the rollout phase: its weights, work and KV cache."""
+    """Share of the GPU that the engine may take in the rollout phase for its work, its KV cache and weights of its own;
+    weights that it shares with the policy come on top."""
     kv_cache_gib: float = 0.0
     """KV cache of a GPU engine in GiB; 0 is what gpu_memory_utilization leaves for it."""
     enforce_eager: bool = False

@@ -6,6 +6,7 @@ of being made. From then on a load is these copies alone; an engine whose parame
 storage finds in it where each of them has to lie.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+
+LARGE_BYTES = 2**20  # a parameter of a model that is about to get other memory; modules write to small ones
 
 
 class Unplannable(Exception):
@@ -183,15 +187,52 @@ class Adoption:
     def __init__(self) -> None:
         self.why_not: str | None = None
         """Why they are the engine's own; None where they are views."""
+        self._placeholders: dict[int, torch.nn.Parameter] = {}
         self._addresses: dict[str, int] = {}
         self._modules: list[tuple[dict[str, Any], str, Any, int]] = []
         self._slots: list[tuple[str, dict[str, Any], str]] = []
 
+    @contextlib.contextmanager
+    def in_scratch(self) -> Iterator[None]:
+        """Large parameters of a model that is made in the block lie in one piece of memory, as long as the largest.
+
+        A second model would be on the device otherwise. And freed all at once, its memory is taken from vLLM's pool
+        behind torch's back: vLLM then finds as much less in use as there was, and makes its KV cache larger by that.
+        """
+        scratch = torch.empty(0, dtype=torch.uint8)
+
+        def place(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
+            nonlocal scratch
+            storage = parameter.untyped_storage()
+            if storage.nbytes() < LARGE_BYTES:
+                return
+            self._placeholders[id(parameter)] = parameter
+            if scratch.device != storage.device or len(scratch) < storage.nbytes():
+                scratch = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore
+            else:  # a storage of its own over the same memory: a plan tells parameters apart by theirs
+                shared = torch.from_dlpack(scratch[:storage.nbytes()]).view(parameter.dtype)
+                parameter.data = shared.as_strided(parameter.shape, parameter.stride(), parameter.storage_offset())
+
+        handle = register_module_parameter_registration_hook(place)
+        try:
+            yield
+        finally:
+            handle.remove()
+
     def take(self, model: Any, weights: Sequence[Weight]) -> None:
-        """Make each parameter of the model a view of the weights' memory; all of them, or none. Raises Unplannable."""
+        """Make each parameter of the model a view of the weights' memory; all of them, or none. Raises Unplannable;
+        each has memory of its own then."""
         parameters = dict(model.named_parameters())
-        plan = record(parameters, {weight.name: (weight.shape, weight.dtype) for weight in weights}, model.load_weights)
-        for name, view in plan.shared_views(weights).items():
+        placeholders, self._placeholders = self._placeholders, {}
+        try:
+            plan = record(parameters, {weight.name: (weight.shape, weight.dtype) for weight in weights},
+                          model.load_weights)
+            views = plan.shared_views(weights)
+        except Unplannable:
+            for parameter in placeholders.values():
+                parameter.data = torch.empty_like(parameter.data)
+            raise
+        for name, view in views.items():
             parameters[name].data = view
         self._addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
 

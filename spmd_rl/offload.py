@@ -182,8 +182,9 @@ class Offloader:
 
         Nothing may write to them meanwhile.
         """
+        movable = self._movable(tenants) if tenants else []  # first: a walk that takes 20 ms is no copying
         moved = self._begin("out", self._out)
-        for tenant, storage in self._movable(tenants) if tenants else ():
+        for tenant, storage in movable:
             entry = self._entry(tenant, storage)
             if entry.state is _State.ON_HOST:
                 storage.resize_(0)  # a return that failed half-way

@@ -90,8 +90,9 @@ class Plan:
 
 def make_plan(config: Config, model: ModelShape, world_size: int, device_bytes: int | None) -> Plan:
     """The table, and what stays. Raises ConfigError where a phase cannot fit, with the numbers and what to set."""
-    _check_share(config, model, device_bytes)
     shares = shares_weights(config, model, bool(device_bytes))
+    if not shares:
+        _check_share(config, model, device_bytes)
     tenants = _tenants(config, model, world_size, device_bytes, shares)
     others = _others(config, model, world_size, device_bytes)
     remedies = {phase: _remedy(config, phase, shares) for phase in PHASES}
@@ -146,10 +147,10 @@ def _tenants(config: Config, model: ModelShape, world_size: int, device_bytes: i
     gradients = {0: n * 6 if is_bf16 else n * 4, 1: 4 * n, 2: 4 * shard, 3: 4 * shard}
     weights = width * (shard if stage == 3 else n)
     t = config.rollout.tensor_parallel_size
-    model_bytes = width * n // t
+    engine_weights = 0 if shares else width * n // t
     engine = int(config.rollout.gpu_memory_utilization * device_bytes) if device_bytes else 0
     kv_cache = (int(config.rollout.kv_cache_gib * GIB) if config.rollout.kv_cache_gib
-                else max(0, engine - model_bytes - _engine_work(config, model)))
+                else max(0, engine - engine_weights - _engine_work(config, model)))
     reference_shard = shard if stage == 3 else n
     return {
         Tenant.WEIGHTS: 0 if weights_on_host else weights,
@@ -158,7 +159,7 @@ def _tenants(config: Config, model: ModelShape, world_size: int, device_bytes: i
         Tenant.GRADIENTS: 0 if on_host and stage > 0 else gradients[stage],
         Tenant.SCRATCH: _reduce_bucket(config) * width if stage == 3 else 0,
         Tenant.REFERENCE: width * reference_shard if config.loss.beta > 0 else 0,
-        Tenant.ENGINE_WEIGHTS: 0 if shares else model_bytes,
+        Tenant.ENGINE_WEIGHTS: engine_weights,
         Tenant.KV_CACHE: kv_cache,
     }
 

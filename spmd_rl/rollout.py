@@ -9,7 +9,6 @@ import contextlib
 import enum
 import glob
 import hashlib
-import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from torch import Tensor
 from spmd_rl.batch import Completion, Prompt
 from spmd_rl.config import Config, ConfigError, RolloutConfig
 from spmd_rl.load_plan import Adoption, LoadPlan, Unplannable, Weight, record
-from spmd_rl.mesh import Mesh, device_bytes, preserved_process_state, say_once
+from spmd_rl.mesh import Mesh, preserved_process_state, say_once
 
 SHARED_MEMORY = "spmd_rl"  # first part of the names in /dev/shm
 SHARED_FORMAT = "spmd_rl"  # among vLLM's load formats
@@ -94,8 +93,8 @@ class Rollout:
         except (RuntimeError, ValueError) as error:
             if self._adoption and self._adoption.why_not:
                 raise ConfigError(f"the engine cannot have the policy's weights as its own ({self._adoption.why_not}), "
-                                  "and was to be started without room for others: set weight_sync.transport ipc"
-                                  ) from error
+                                  f"and could not start with others ({error}): set weight_sync.transport ipc, and "
+                                  "raise rollout.gpu_memory_utilization where that is why") from error
             raise
 
     @property
@@ -315,6 +314,10 @@ def register_loader(weights: Sequence[Weight]) -> Adoption:
         def download_model(self, model_config: Any) -> None:
             pass
 
+        def load_model(self, *args: Any, **kwargs: Any) -> Any:
+            with adoption.in_scratch():
+                return super().load_model(*args, **kwargs)
+
         def load_weights(self, model: Any, model_config: Any) -> None:
             try:
                 adoption.take(model, weights)
@@ -378,7 +381,7 @@ def prepare_environment(config: Config, mesh: Mesh) -> None:
 def engine_arguments(config: Config, mesh: Mesh, sleeps: bool, shared: Sequence[Weight] = ()) -> dict[str, Any]:
     """Arguments of vllm.LLM; the raw `vllm` section comes last (what our fields own is refused in it)."""
     r: RolloutConfig = config.rollout
-    share = r.gpu_memory_utilization - share_of_device(shared, mesh.device)
+    share = r.gpu_memory_utilization  # vLLM does not find weights of ours among what its start takes
     fixed: dict[str, Any] = {}
     if r.kv_cache_gib and mesh.device.type == "cuda":
         # It still wants this share of the device to be free at the start, and takes the cache from its own field.
@@ -402,13 +405,6 @@ def fingerprint(weights: Sequence[Weight]) -> list[int]:
     bits = [weight.spans[0].flat.view(integer[weight.dtype.itemsize]) for weight in weights]
     # In parts: torch makes an int64 copy of what it sums.
     return [sum(int(part.sum(dtype=torch.int64)) for part in flat.split(2**24)) for flat in bits]
-
-
-def share_of_device(weights: Sequence[Weight], device: torch.device) -> float:
-    """What the weights take of the device. The engine's share, which the user gives with weights, goes without it."""
-    total_bytes = device_bytes(device)
-    num_bytes = sum(math.prod(weight.shape) * weight.dtype.itemsize for weight in weights)
-    return num_bytes / total_bytes if total_bytes else 0.0
 
 
 def request_seed(run_seed: int, step: int, group: int, sample: int) -> int:

@@ -49,6 +49,8 @@ def path_with_root():
     ("qwen2", True, 2, "--stages 3 --transports ipc --tensor_parallel_size 2"),
     ("qwen3", False, 4, "--stages 3 --transports ipc --tensor_parallel_size 2"),
     ("gemma3", True, 4, "--stages 3 --transports ipc"),
+    ("qwen3", False, 4, "--stages 3 --transports ipc --hosts 2 --bucket_mib 512,1"),
+    ("qwen3", True, 4, "--stages 3 --transports ipc --hosts 2 --moving --tensor_parallel_size 2"),
 ])
 def test_every_tensor_has_the_policys_bits(check, family, tied, ranks, options):
     """Over noise, after vLLM's own loading and after the noted copies that follow optimizer steps; a shared engine's

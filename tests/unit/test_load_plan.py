@@ -347,3 +347,66 @@ def test_a_parameter_that_is_no_longer_the_policys_memory_is_seen(change, name, 
     change(model)
     for _ in range(2):
         assert adoption.lost(model) == [name]
+
+
+SIZES = {"first": (512, 600), "large": (1024, 512), "later": (700, 512), "scale": (8,)}
+
+
+def in_scratch(adoption):
+    """A model as a loader makes it: matrices, one of them tied, and a small vector that its module writes to."""
+    class Made(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name, shape in SIZES.items():
+                setattr(self, name, torch.nn.Parameter(torch.full(shape, 9.0)))
+            self.scale.data.fill_(3)
+            self.head = self.large
+
+        def load_weights(self, weights):
+            for name, weight in weights:
+                getattr(self, name).data.copy_(weight)
+
+    with adoption.in_scratch():
+        made = Made()
+    return made
+
+
+def policys_weights(start):
+    """Those of such a model in one buffer, from its element `start` on."""
+    flat = torch.randn(start + sum(map(math.prod, SIZES.values())))
+    found, place = {}, start
+    for name, shape in SIZES.items():
+        found[name] = flat[place:place + math.prod(shape)].view(shape)
+        place += math.prod(shape)
+    return found
+
+
+def test_a_model_that_is_to_be_views_has_no_memory_of_its_own():
+    """Its large parameters lie one over the other until they are views; small ones, and those made after, do not."""
+    adoption = Adoption()
+    model = in_scratch(adoption)
+    assert model.later.data_ptr() == model.large.data_ptr() != model.first.data_ptr()
+    storages = [getattr(model, name).untyped_storage() for name in SIZES]
+    assert len({storage._cdata for storage in storages}) == len(SIZES)
+    assert [storage.nbytes() for storage in storages] == [4 * math.prod(shape) for shape in SIZES.values()]
+    assert model.scale.tolist() == [3] * 8
+    model.later.data.fill_(1)  # harmless, as in memory of its own
+    other = torch.nn.Linear(1024, 512).weight
+    assert other.data_ptr() not in {storage.data_ptr() for storage in storages}
+    weights = policys_weights(0)
+    adoption.take(model, [Weight.of(name, weight) for name, weight in weights.items()])
+    assert adoption.lost(model) == [] and model.head.data_ptr() == weights["large"].data_ptr()
+    for name, weight in weights.items():
+        assert torch.equal(getattr(model, name), weight) and getattr(model, name).data_ptr() == weight.data_ptr()
+
+
+def test_a_model_that_cannot_be_views_has_memory_of_its_own_again():
+    """Loading of its own follows: into all of it, each parameter apart."""
+    adoption = Adoption()
+    model = in_scratch(adoption)
+    with pytest.raises(Unplannable, match="no multiple of 16"):  # they do not begin at an aligned address
+        adoption.take(model, [Weight.of(name, weight) for name, weight in policys_weights(1).items()])
+    weights = policys_weights(0)
+    model.load_weights(weights.items())
+    assert all(torch.equal(getattr(model, name), weight) for name, weight in weights.items())
+    assert model.head is model.large

@@ -57,15 +57,16 @@ def test_what_lives_elsewhere_or_is_not_there_takes_nothing():
     assert make_plan(none, SHAPE, 1, 100 * GIB).tenants == tenants()
 
 
-@pytest.mark.parametrize("transport, weights", [("auto", "weights"), ("ipc", "engine weights")])
-def test_the_engine_takes_its_share(transport, weights):
-    """Weights, be they its own or the policy's, work and KV cache together are gpu_memory_utilization of the device; or
-    the cache is as said."""
+@pytest.mark.parametrize("transport", ["auto", "ipc"])
+def test_the_engine_takes_its_share(transport):
+    """Its weights, work and KV cache together are gpu_memory_utilization of the device, and weights that are the
+    policy's come on top; or the cache is as said."""
     sections = dict(memory={"swap": "always"}, weight_sync={"transport": transport})
     plan = make_plan(config(rollout={"gpu_memory_utilization": 0.4}, **sections), SHAPE, 1, 100 * GIB)
     row = plan.row("rollout")
-    assert row[weights] + row["KV cache"] + row["engine's work"] == pytest.approx(40 * GIB, abs=2)
-    assert plan.total("rollout") == pytest.approx(40 * GIB + row["context"], abs=2)
+    assert bool(row.get("weights")) == (transport == "auto") != bool(row["engine weights"])
+    assert row["engine weights"] + row["KV cache"] + row["engine's work"] == pytest.approx(40 * GIB, abs=2)
+    assert plan.total("rollout") == pytest.approx(40 * GIB + row.get("weights", 0) + row["context"], abs=2)
     plan = make_plan(config(rollout={"kv_cache_gib": 7.5}), SHAPE, 1, 100 * GIB)
     assert plan.tenants[Tenant.KV_CACHE] == 7.5 * GIB
 
@@ -133,10 +134,9 @@ def test_what_cannot_fit_is_refused_with_what_would(sections, phase, remedy):
     assert text.startswith(f"the {phase} phase needs about") and "which has 40.0" in text and remedy in text
 
 
-@pytest.mark.parametrize("transport", ["auto", "shared"])
-def test_a_share_of_the_device_below_the_weights_is_refused(transport):
-    """200 MB of weights in 0.1 % of 100 GiB; shared, vLLM would be told a negative share. A fixed cache needs none."""
-    small = dict(rollout={"gpu_memory_utilization": 0.001}, weight_sync={"transport": transport})
+def test_a_share_of_the_device_below_the_weights_is_refused():
+    """200 MB of weights in 0.1 % of 100 GiB. A fixed cache needs no share."""
+    small = dict(rollout={"gpu_memory_utilization": 0.001}, weight_sync={"transport": "ipc"})
     with pytest.raises(ConfigError, match="gpu_memory_utilization is 0.001: that is 0.1 GiB.*weights alone take 0.2"):
         make_plan(config(**small), SHAPE, 1, 100 * GIB)
     small["rollout"]["kv_cache_gib"] = 2.0
