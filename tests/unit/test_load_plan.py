@@ -364,7 +364,7 @@ def in_scratch(adoption):
 
         def load_weights(self, weights):
             for name, weight in weights:
-                getattr(self, name).data.copy_(weight)
+                getattr(self, name)[:len(weight)].data.copy_(weight)  # as a vocabulary that may be padded
 
     with adoption.in_scratch():
         made = Made()
