@@ -74,9 +74,9 @@ class Rollout:
             self._adoption = register_loader(shared) if shared else None
             if reads_weights:
                 arguments["load_format"] = "auto"
-            before = fingerprint(shared)
+            before = [weight.fingerprint(mesh.device) for weight in shared]
             self._llm: Any = self._start(arguments)
-            if fingerprint(shared) != before:
+            if [weight.fingerprint(mesh.device) for weight in shared] != before:
                 raise RuntimeError("vLLM wrote to the policy's weights while it started on them: set "
                                    "weight_sync.transport ipc")
         if self._adoption and not self._adoption.why_not:
@@ -397,14 +397,6 @@ def engine_arguments(config: Config, mesh: Mesh, sleeps: bool, shared: Sequence[
         logprobs_mode="processed_logprobs",
         generation_config="vllm",  # the model folder's sampling defaults do not reach training
     ) | fixed | config.vllm
-
-
-def fingerprint(weights: Sequence[Weight]) -> list[int]:
-    """A number for each weight that lies in one piece, which changes with any one bit of it."""
-    integer = {2: torch.int16, 4: torch.int32}
-    bits = [weight.spans[0].flat.view(integer[weight.dtype.itemsize]) for weight in weights]
-    # In parts: torch makes an int64 copy of what it sums.
-    return [sum(int(part.sum(dtype=torch.int64)) for part in flat.split(2**24)) for flat in bits]
 
 
 def request_seed(run_seed: int, step: int, group: int, sample: int) -> int:

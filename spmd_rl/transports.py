@@ -251,7 +251,7 @@ def lay_out(weights: Sequence[Weight]) -> tuple[list[torch.UntypedStorage], tupl
 def why_not_ipc(mesh: Mesh, held: Sequence[Weight], exchanges: bool) -> str | None:
     """What keeps handles from serving, on any rank; None where they do. Collective, and the same on all ranks.
 
-    exchanges: also where each rank has all it needs, and with gathers between hosts.
+    exchanges: also where each rank has all it needs.
     """
     place = Place.here(mesh.device, mesh.host)
     on_host = next((weight.name for weight in held for span in weight.spans
@@ -267,8 +267,6 @@ def why_not_ipc(mesh: Mesh, held: Sequence[Weight], exchanges: bool) -> str | No
     if len(hosts) > 1 and not all(whole for _, _, whole, _ in ranks):
         if len(numbers) > 1 or numbers == [1]:
             return f"weights are sharded over {len(hosts)} hosts of {' and '.join(map(str, numbers))} ranks"
-        if not exchanges:  # it has not met real hosts yet
-            return f"weights are sharded over {len(hosts)} hosts, of which only transport ipc makes use"
     needed = sum(size for host, _, _, size in ranks if host == place.host)
     if len(hosts) > 1:
         needed += 2 * sum(size for _, _, _, size in ranks)  # BetweenHosts' buffers, at most

@@ -2,13 +2,14 @@
 
 Each sync has a version and a manifest (names, shapes, dtypes), which the ranks exchange by one all_gather_object on the
 default process group, with the handles of their storages where those serve, before any byte moves: ranks that differ
-are refused. The first sync goes through vLLM's own layer-wise loading; where that turns out to be copies alone, later
-ones make the same copies directly.
+are refused. Shards that come by handles are compared, once, with what DeepSpeed's own gathers give. The first sync
+goes through vLLM's own layer-wise loading; where that turns out to be copies alone, later ones make the same copies
+directly.
 """
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -58,7 +59,9 @@ class WeightSync:
         self._synced_updates = -1
         self._is_first = True
         self.how = "not yet"
-        self._transport: Transport = Gather(lambda: policy.full_weights(config.bucket_mib * 2**20))
+        self._gather = Gather(lambda: policy.full_weights(config.bucket_mib * 2**20))
+        self._transport: Transport = self._gather
+        self._is_sharded = policy.zero_stage == 3 and mesh.world_size > 1
         self._reason = ""
         if mesh.all_true(not rollout.why_not_shared):
             self._transport = Shared([parameter for _, parameter in policy.named_parameters()])
@@ -77,11 +80,10 @@ class WeightSync:
 
     def _ipc(self, config: WeightSyncConfig, is_forced: bool, weights_stay: bool) -> Ipc:
         mesh, held = self._mesh, self._policy.held_weights
-        is_sharded = self._policy.zero_stage == 3 and mesh.world_size > 1
-        if is_sharded and len(set(mesh.all_gather(mesh.host))) > 1:
+        if self._is_sharded and len(set(mesh.all_gather(mesh.host))) > 1:
             self._reason = " (between hosts by gathers)"
             return BetweenHosts(mesh, held, weights_stay, config.bucket_mib * 2**20)
-        return Ipc(mesh, held, is_forced or is_sharded, weights_stay)
+        return Ipc(mesh, held, is_forced or self._is_sharded, weights_stay)
 
     @property
     def transport(self) -> str:
@@ -100,6 +102,8 @@ class WeightSync:
         offers = [message[3] for message in messages]
         if self._is_first:
             check_names(self._rollout.expected_weights(), {name for name, *_ in tensors})
+            if self._is_sharded and self._transport is not self._gather:
+                check_bits(self._mesh, self._transport.weights(offers), self._gather.weights(offers))
         self._rollout.load_weights(self._transport.weights(offers), version, self._policy.tied_head_name)
         if self._is_first:
             if self.transport != Shared.name:
@@ -147,6 +151,18 @@ def check_names(expected: set[str], given: set[str]) -> None:
     if missing or unexpected:
         raise RuntimeError(f"weight sync refused: the engine needs {len(missing)} tensors that the policy has not "
                            f"({missing[:8]}) and has no place for {len(unexpected)} that it has ({unexpected[:8]})")
+
+
+def check_bits(mesh: Mesh, came: Iterable[Weight], gathered: Iterable[Weight]) -> None:
+    """Raises RuntimeError on all ranks where weights that came by handles have other bits, on any rank, than those that
+    DeepSpeed gathered. Collective."""
+    # One after the other: both are collective, and a weight is good until the next is asked for.
+    seen, right = ({weight.name: weight.fingerprint(mesh.device) for weight in weights}
+                   for weights in (came, gathered))
+    wrong = sorted(name for name in seen.keys() | right.keys() if seen.get(name) != right.get(name))
+    if found := [(rank, names[:4]) for rank, names in enumerate(mesh.all_gather(wrong)) if names]:
+        raise RuntimeError(f"weight sync refused: by handles came other bits than DeepSpeed gathers, (rank, weights) "
+                           f"{found[:4]}: set weight_sync.transport gather, and report it")
 
 
 def check_manifests(seen: list, own: tuple[int, str], mine: Manifest) -> None:

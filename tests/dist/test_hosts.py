@@ -1,6 +1,7 @@
-"""Two hosts on one machine: two network namespaces, joined by a pair of interfaces, with a rank each.
+"""Two hosts on one machine: two network namespaces, joined by a pair of interfaces.
 
-What one host serves the other reaches by its address alone, and a host can be lost by taking its interface down.
+What one host serves the other reaches by its address alone, and a host can be lost by taking its interface down. Each
+has an identity and a /dev/shm of its own.
 """
 
 import json
@@ -12,20 +13,26 @@ import threading
 import time
 
 import pytest
-from launching import ROOT, Once, processes
+from launching import ROOT, Once, make_rows, needs_cpu_engine, processes, torchrun, write_config, write_jsonl
 
 from spmd_rl import mesh, run_folder
 
 DIST = ROOT / "tests" / "dist"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = 21077  # of the namespaces' own, where nothing else listens
+# Two mounts that other processes do not see: what tells hosts apart, and what only a host's own processes can open.
+AS_HOST = """set -e
+mount --bind "$HOST_FILES/boot_id" /proc/sys/kernel/random/boot_id
+mount --bind "$HOST_FILES/shm" /dev/shm
+exec "$@" """
 CELL = {"name": "bfloat16-3", "stage": 3, "dtype": "bfloat16"}
 
 
 class Hosts:
     """The two namespaces."""
 
-    def __init__(self):
+    def __init__(self, folder):
+        self.folder = folder
         self.names = [f"spmd_rl-{os.getpid()}-{number}" for number in range(2)]
         self.interfaces = [f"rl{os.getpid() % 10**6}{letter}" for letter in "ab"]
 
@@ -33,6 +40,9 @@ class Hosts:
         """Returns why that cannot be done, or None."""
         if os.geteuid() != 0 or not shutil.which("ip"):
             return "network namespaces need root and iproute2"
+        for number, name in enumerate(self.names):
+            (self.folder / name / "shm").mkdir(parents=True)
+            (self.folder / name / "boot_id").write_text(f"host-{number}")
         done = [self.ip("netns", "add", name) for name in self.names]
         first, second = self.interfaces
         done.append(self.ip("link", "add", first, "type", "veth", "peer", "name", second))
@@ -62,16 +72,19 @@ class Hosts:
             self.ip("netns", "del", name)
 
     def run(self, arguments, envs, timeout_s):
-        """A process a host, with its variables."""
-        commands = [["ip", "netns", "exec", name, sys.executable, *arguments] for name in self.names]
-        return processes(commands, [env | {"GLOO_SOCKET_IFNAME": interface}
-                                    for env, interface in zip(envs, self.interfaces)], timeout_s)
+        """A process each, with its variables; as many on each host, host by host."""
+        hosts = [number for number in (0, 1) for _ in range(len(envs) // 2)]
+        commands = [["ip", "netns", "exec", self.names[host], "sh", "-c", AS_HOST, "sh", sys.executable, *arguments]
+                    for host in hosts]
+        return processes(commands, [env | {"GLOO_SOCKET_IFNAME": self.interfaces[host],
+                                           "HOST_FILES": str(self.folder / self.names[host])}
+                                    for env, host in zip(envs, hosts)], timeout_s)
 
 
 @pytest.fixture(scope="module")
-def hosts():
+def hosts(tmp_path_factory):
     """The two hosts; skips where they cannot be had."""
-    made = Hosts()
+    made = Hosts(tmp_path_factory.mktemp("hosts"))
     try:
         reason = made.make()
         if reason:
@@ -81,10 +94,10 @@ def hosts():
         made.remove()
 
 
-def launched(rank, master):
-    """A launcher's variables of a rank; the ranks meet at host `master`."""
-    return {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": ADDRESSES[master], "MASTER_PORT": str(PORT)}
+def launched(rank, master, a_host=1):
+    """A launcher's variables of a rank, with `a_host` ranks on each; they meet at host `master`."""
+    return {"RANK": str(rank), "WORLD_SIZE": str(2 * a_host), "LOCAL_RANK": str(rank % a_host),
+            "LOCAL_WORLD_SIZE": str(a_host), "MASTER_ADDR": ADDRESSES[master], "MASTER_PORT": str(PORT)}
 
 
 def task(rank, node):
@@ -135,6 +148,34 @@ def test_the_hosts_do_not_change_the_numbers(checkpoints):
     for one, other in zip(first, second, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
         assert one["learning_rate"] == other["learning_rate"]
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.long
+@needs_cpu_engine
+def test_shards_cross_the_network_once_a_host(hosts, models, tmp_path):
+    """ZeRO-3 with two ranks on each host: `auto` takes handles within a host and gathers between them, and the steps
+    are those of four ranks of one host that gather everything."""
+    train = write_jsonl(tmp_path / "train.jsonl", make_rows(64, seed=1))
+
+    def config_of(name, transport):
+        return str(write_config(tmp_path / f"{name}.yaml", models["tied"], train, tmp_path / name,
+                                policy={"zero_stage": 3, "optimizer": "adamw", "learning_rate": 0.01},
+                                weight_sync={"transport": transport}, memory={"swap": "always"}))
+
+    envs = [launched(rank, master=0, a_host=2) for rank in range(4)]
+    several = hosts.run(["-m", "spmd_rl.train", "--config", config_of("several", "auto")], envs, 300)
+    for finished in several:
+        finished.succeeded()
+    assert "weight sync: ipc (between hosts by gathers)" in several[0].output
+    torchrun(4, ["-m", "spmd_rl.train", "--config", config_of("one", "gather")], timeout_s=300).succeeded()
+    keys = ("loss", "grad_norm", "reward", "entropy", "sampling/sampling_logp_difference/mean")
+    for found, right in zip(rows_of(tmp_path / "several"), rows_of(tmp_path / "one"), strict=True):
+        assert [found[key] for key in keys] == pytest.approx([right[key] for key in keys], rel=1e-5, abs=1e-6)
+        assert found["sampling/sampling_logp_difference/mean"] < 1e-4
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from spmd_rl.load_plan import Adoption, Span, Unplannable, Weight, record
+from spmd_rl.load_plan import FINGERPRINT_ELEMENTS, Adoption, Span, Unplannable, Weight, record
 
 ROWS, COLUMNS = 6, 4
 
@@ -410,3 +410,24 @@ def test_a_model_that_cannot_be_views_has_memory_of_its_own_again():
     model.load_weights(weights.items())
     assert all(torch.equal(getattr(model, name), weight) for name, weight in weights.items())
     assert model.head is model.large
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("place", [0, FINGERPRINT_ELEMENTS, FINGERPRINT_ELEMENTS + 4])
+def test_a_fingerprint_sees_one_bit(dtype, place):
+    """Of any element, also the sign of a zero."""
+    weight = Weight.of("a", torch.zeros(FINGERPRINT_ELEMENTS + 5, dtype=dtype))
+    before = weight.fingerprint(torch.device("cpu"))
+    weight.spans[0].flat[place] = -0.0
+    assert weight.fingerprint(torch.device("cpu")) != before
+
+
+def test_a_fingerprint_is_that_of_the_whole_weight():
+    """In one piece or in several, and not that of the same rows in another order or at another place."""
+    cpu, flat = torch.device("cpu"), torch.randn(24, 10, generator=torch.Generator().manual_seed(3)).bfloat16()
+    right = Weight.of("a", flat).fingerprint(cpu)
+    cuts = [0, 7, 100, 240]
+    pieces = [Span(low, flat.view(-1)[low:high].clone()) for low, high in zip(cuts, cuts[1:])]
+    assert Weight("a", (24, 10), torch.bfloat16, pieces).fingerprint(cpu) == right
+    assert Weight.of("a", flat.roll(1, 0)).fingerprint(cpu) != right
+    assert Weight("a", (24, 10), torch.bfloat16, pieces[:2]).fingerprint(cpu) != right

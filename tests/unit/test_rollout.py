@@ -11,7 +11,7 @@ from spmd_rl.config import Config, MeshConfig
 from spmd_rl.load_plan import Weight
 from spmd_rl.mesh import Mesh
 from spmd_rl.rollout import (STEP_EVALUATION, EngineState, Rollout, Sampling, before_stop, engine_arguments,
-                             fingerprint, hf_names, request_seed)
+                             hf_names, request_seed)
 
 
 def test_every_request_has_its_own_seed():
@@ -139,14 +139,3 @@ def test_completions_are_handed_out_as_they_end(tokenizer):
         assert [(c.group, c.sample, c.prompt_ids) for c in found] == [
             (10, 0, [1]), (10, 1, [1]), (11, 0, [2, 2]), (11, 1, [2, 2])]
     assert rollout.generate([], 0, 0, Sampling(2, 5)) == []
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("place", [0, 2**24, 2**24 + 4])
-def test_a_fingerprint_sees_one_bit(dtype, place):
-    """Of any element, also the sign of a zero, and of no other weight."""
-    weights = [Weight.of("a", torch.zeros(2**24 + 5, dtype=dtype)), Weight.of("b", torch.ones(3, dtype=dtype))]
-    before = fingerprint(weights)
-    weights[0].spans[0].flat[place] = -0.0
-    after = fingerprint(weights)
-    assert before[0] != after[0] and before[1] == after[1]

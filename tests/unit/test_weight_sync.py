@@ -3,8 +3,10 @@
 import itertools
 
 import pytest
+import torch
 
-from spmd_rl.weight_sync import Manifest, check_manifests, check_names
+from spmd_rl.load_plan import Weight
+from spmd_rl.weight_sync import Manifest, check_bits, check_manifests, check_names
 
 TENSORS = (("a", (2, 3), "torch.bfloat16"), ("b", (5,), "torch.float32"), ("c", (), "torch.float32"))
 BASE = Manifest(TENSORS)
@@ -64,3 +66,18 @@ def test_names_that_the_engine_does_not_have_or_misses_are_refused(given, named)
     with pytest.raises(RuntimeError, match=named):
         check_names({"a", "b"}, given)
     check_names({"a", "b"}, {"a", "b"})
+
+
+def weights_of(**changed):
+    made = {name: torch.arange(6.0) + place for place, name in enumerate("abc")} | changed
+    return [Weight.of(name, tensor) for name, tensor in made.items()]
+
+
+@pytest.mark.parametrize("came, named", [
+    (weights_of(b=torch.arange(6.0)), "'b'"), (weights_of(b=torch.arange(6.0).flip(0) + 1), "'b'"),
+    (weights_of()[:2], "'c'"), (weights_of(d=torch.ones(2)), "'d'")])
+def test_handles_that_give_other_bits_than_gathers_are_refused(mesh, came, named):
+    """A weight of another name, an older one, its parts in another order, one that does not come, one too many."""
+    check_bits(mesh, weights_of(), weights_of())
+    with pytest.raises(RuntimeError, match=f"other bits.*{named}.*transport gather"):
+        check_bits(mesh, came, weights_of())
