@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 import torch
 
-from spmd_rl.mesh import Mesh
+from spmd_rl.mesh import Mesh, used_bytes
 from spmd_rl.metrics import Metrics
 from spmd_rl.offload import HostMemory, Moved, Offloader, Storages, Tenant
 from spmd_rl.plan import ENGINE, PHASES, POLICY, Plan
@@ -24,6 +24,7 @@ from spmd_rl.rollout import EngineState, Rollout
 GIB = 2**30
 SLACK_BYTES = GIB  # left free beside what a phase is known to take
 STEP_ONLY = (Tenant.MASTERS, Tenant.MOMENTS)  # not needed before the optimizer step
+ENGINE_ALWAYS = "engine, always"  # beside what its sleep frees
 MOVABLE = (Tenant.REFERENCE, *POLICY)
 
 
@@ -195,7 +196,7 @@ class Memory:
         if not (isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "out of memory" in str(error)):
             return None
         there = {t.value: size for t, size in self._offloader.bytes_on_device().items() if size}
-        there |= {t.value: self._engine_bytes(t) for t in ENGINE if self._is_awake(t)}
+        there |= self._engine_there()
         listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in there.items()) or "nothing"
         free = ""
         if self._is_cuda:
@@ -251,6 +252,12 @@ class Memory:
         """What it takes when it is there."""
         return self._rollout.pool_bytes("kv_cache" if tenant is Tenant.KV_CACHE else "weights")
 
+    def _engine_there(self) -> dict[str, int]:
+        """Name -> bytes of what the engine has on the device now."""
+        always = {ENGINE_ALWAYS: size} if (size := self._rollout.always_bytes) else {}
+        return always | {t.value: self._engine_bytes(t) for t in sorted(ENGINE, key=list(Tenant).index)
+                         if self._is_awake(t)}
+
     def _is_awake(self, tenant: Tenant) -> bool:
         awake = {EngineState.WEIGHTS_AWAKE, EngineState.WEIGHTS_LOADED, EngineState.HALF_LOADED, EngineState.READY}
         return self._rollout.state in (awake if tenant is Tenant.ENGINE_WEIGHTS else {EngineState.READY})
@@ -259,8 +266,10 @@ class Memory:
         """Memory in use at the end of a phase in GiB, by the driver or of this process, and the moves that ended."""
         phase = self.phase
         if self._is_cuda:
+            # Of what sleeps too, torch says that it is allocated.
+            asleep = sum(self._engine_bytes(t) for t in ENGINE if not self._is_awake(t))
             self._metrics.maximum(f"memory/{phase}_peak_allocated_gib",
-                                  torch.cuda.max_memory_allocated(self._mesh.device) / GIB)
+                                  (torch.cuda.max_memory_allocated(self._mesh.device) - asleep) / GIB)
             torch.cuda.reset_peak_memory_stats(self._mesh.device)
         self._metrics.maximum(f"memory/{phase}_gib", self._used_bytes() / GIB)
         self._ended = [move for move in self._running if move.is_done()]  # one that still runs would be waited for
@@ -271,8 +280,7 @@ class Memory:
 
     def _used_bytes(self) -> int:
         if self._is_cuda:
-            free_bytes, total_bytes = torch.cuda.mem_get_info(self._mesh.device)
-            return total_bytes - free_bytes
+            return used_bytes(self._mesh.device)
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -281,9 +289,8 @@ class Memory:
         for timeline in self._timelines:
             line: dict[str, Any] = {"time": round(time.time(), 4), "phase": self.phase,
                                     "used_gib": self._used_bytes() / GIB, "exposed_s": round(exposed_s, 4)}
-            tenants = self._offloader.bytes_on_device()
-            tenants |= {t: self._engine_bytes(t) for t in ENGINE if self._is_awake(t)}
-            line["tenants_gib"] = {t.value: size / GIB for t, size in tenants.items()}
+            tenants = {t.value: size for t, size in self._offloader.bytes_on_device().items()} | self._engine_there()
+            line["tenants_gib"] = {name: size / GIB for name, size in tenants.items()}
             line["moves"] = [{"direction": m.direction, "gib": {t.value: n / GIB for t, n in m.tenants.items()},
                               "seconds": m.seconds(), "gb_per_s": m.copied_bytes / 1e9 / m.seconds()}
                              for m in self._ended if m.copied_bytes]

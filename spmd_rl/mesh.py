@@ -524,6 +524,14 @@ def device_bytes(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
+def used_bytes(device: torch.device) -> int:
+    """Memory in use on a GPU, by the driver; 0 for the host."""
+    if device.type != "cuda":
+        return 0
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return total_bytes - free_bytes
+
+
 def say_error(text: str) -> None:
     """Print on the first rank at once. The others wait a moment: what all ranks found is then said once, since the
     launcher ends them, and what one alone found is still said."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from spmd_rl.batch import Completion, Prompt
 from spmd_rl.config import Config, ConfigError, RolloutConfig
 from spmd_rl.load_plan import Adoption, LoadPlan, Unplannable, Weight, record
-from spmd_rl.mesh import Mesh, preserved_process_state, say_once
+from spmd_rl.mesh import Mesh, preserved_process_state, say_once, used_bytes
 
 SHARED_MEMORY = "spmd_rl"  # first part of the names in /dev/shm
 SHARED_FORMAT = "spmd_rl"  # among vLLM's load formats
@@ -64,6 +64,7 @@ class Rollout:
         self._sleeps = sleeps
         self._frees = sleeps and mesh.device.type == "cuda"  # elsewhere it has no sleep mode
         prepare_environment(config, mesh)
+        used_before = used_bytes(mesh.device)
         self.version: int | None = None
         self._load_plan: LoadPlan | None = None
         with preserved_process_state():
@@ -81,11 +82,13 @@ class Rollout:
                                    "weight_sync.transport ipc")
         if self._adoption and not self._adoption.why_not:
             self._adoption.why_not = self._lost_views()
+        self.state = EngineState.WEIGHTS_AWAKE  # and the KV cache, over weights that mean nothing
         if reads_weights:
             self.state, self.version = EngineState.READY, 0
-            return
-        self.state = EngineState.WEIGHTS_AWAKE  # and the KV cache, over weights that mean nothing
-        self.sleep()
+        else:
+            self.sleep()
+        self.always_bytes = max(0, used_bytes(mesh.device) - used_before)
+        """Device memory that it has in every phase: what sleep leaves (CUDA graphs, kernels, buffers), or all of it."""
 
     def _start(self, arguments: dict[str, Any]) -> Any:
         try:

@@ -46,7 +46,7 @@ def main():
         memory.enter("train")
         memory.wait_for_step()
         found["used"].append(used_gib())
-        residents = sum(memory._offloader.bytes_on_device().values()) / GIB
+        residents = (sum(memory._offloader.bytes_on_device().values()) + job.parts.rollout.always_bytes) / GIB
         found["unexplained"].append(used_gib() - context - residents)
         for wrong in (lambda: memory.enter("rollout"), lambda: greedy(job), job.parts.weight_sync.sync):
             try:

@@ -28,7 +28,7 @@ class Device:
     def __init__(self):
         self.tensors = {tenant: torch.ones(size, dtype=torch.uint8) for tenant, size in SIZES.items()
                         if tenant not in ENGINE}
-        self.state = EngineState.ASLEEP
+        self.state, self.always_bytes = EngineState.ASLEEP, 3
         self.most, self.events = 0, []
 
     @property
@@ -113,6 +113,22 @@ def test_case_50_never_more_than_the_device_holds(make):
         assert all(bool((device.tensors[t] == 1).all()) for t in PHASES[phase] - ENGINE - {Tenant.SCRATCH})
     assert device.most == TRAIN
     memory.close()
+
+
+@pytest.mark.parametrize("state, asleep", [
+    (EngineState.ASLEEP, SIZES[Tenant.ENGINE_WEIGHTS] + SIZES[Tenant.KV_CACHE]),
+    (EngineState.WEIGHTS_LOADED, SIZES[Tenant.KV_CACHE]), (EngineState.READY, 0)])
+def test_torchs_peak_is_of_what_was_on_the_device(make, monkeypatch, state, asleep):
+    """An engine's memory that sleep gave to the driver stays allocated in torch's books."""
+    memory, device = make(TRAIN)
+    device.state, found = state, {}
+    monkeypatch.setattr(memory, "_is_cuda", True)
+    monkeypatch.setattr(memory._metrics, "maximum", found.__setitem__, raising=False)
+    monkeypatch.setattr(memory_module, "used_bytes", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 10 * TRAIN)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    memory._report()
+    assert found["memory/train_peak_allocated_gib"] == (10 * TRAIN - asleep) / 2**30
 
 
 def test_the_order_where_nothing_fits_beside_another(make):
@@ -227,5 +243,6 @@ def test_the_timeline_has_a_line_for_each_change(make, tmp_path):
     assert [line["phase"] for line in lines] == ["sync", "rollout", "rollout", "train"]
     assert [line["tenants_gib"]["weights"] > 0 for line in lines] == [True, True, False, True]
     assert lines[-1]["tenants_gib"]["moments"] == SIZES[Tenant.MOMENTS] / 2**30
+    assert all(line["tenants_gib"]["engine, always"] == 3 / 2**30 for line in lines)
     assert lines[1]["tenants_gib"]["KV cache"] == SIZES[Tenant.KV_CACHE] / 2**30
     assert {move["direction"] for line in lines for move in line["moves"]} <= {"in", "out"}
