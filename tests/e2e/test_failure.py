@@ -44,6 +44,7 @@ def assert_all_ended(finished, where, rank):
     assert ", in fail\n    raise InjectedFault(" in output
 
 
+@pytest.mark.long
 def test_failed_run_does_not_stop_the_next(config):
     """Two runs of one engine of two ranks fail one after the other, each at its own fault, a reward's: the first leaves
     nothing (shared memory of the engine, build locks) that the second falls over."""

@@ -61,8 +61,8 @@ def replayed(model, tmp_path_factory):
 SPEED = (("compile_layers", True), ("gradient_checkpointing", True), ("gradient_checkpointing_every", 2))
 
 
-@pytest.mark.parametrize("layout", [(1, 2, True, SPEED), (2, 3, "auto"),
-                                    pytest.param((1, 2, "auto"), marks=pytest.mark.long)])
+@pytest.mark.parametrize("layout", [(1, 2, True, SPEED), *(
+    pytest.param(layout, marks=pytest.mark.long) for layout in ((2, 3, "auto"), (1, 2, "auto")))])
 def test_layout_changes_no_replay(replayed, layout):
     """No engine, no data: losses, norms and entropies of copies on one rank, also with shared prompts, sharded, and
     with compiled layers and some blocks computed again."""
