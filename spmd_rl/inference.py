@@ -18,7 +18,7 @@ from spmd_rl.config import Config, ConfigError, parse
 from spmd_rl.evaluate import evaluate
 from spmd_rl.files import WRITING
 from spmd_rl.job import left_out, load_eval_prompts
-from spmd_rl.mesh import Mesh, Ranks, check_device, leave, say_error, say_once
+from spmd_rl.mesh import Mesh, Ranks, check_device, say_error, say_once
 from spmd_rl.metrics import Metrics, as_samples
 from spmd_rl.model import load_hf_config, weight_files
 from spmd_rl.policy import Reference
@@ -27,6 +27,7 @@ from spmd_rl.rewards import Rewards
 from spmd_rl.rollout import Rollout
 from spmd_rl.rows import JsonLines, prompt_and_columns
 from spmd_rl.step import SamplingParts
+from spmd_rl.watchdog import leave
 
 EXIT_USAGE = 2
 ROWS_AT_ONCE = 1024

@@ -2,7 +2,7 @@
 
 A request is only noted; the run looks at it between two steps, where all ranks agree. The end of a run after a
 peer's failure looks the same to a handler (the launcher sends SIGTERM): it is told apart by the abort key, which the
-failing rank sets first and `mesh.AbortWatcher` acts on, whatever was noted here.
+failing rank sets first and `watchdog.AbortWatcher` acts on, whatever was noted here.
 """
 
 import os

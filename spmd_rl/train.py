@@ -19,12 +19,13 @@ from spmd_rl.evaluate import evaluate, first_accuracy
 from spmd_rl.export import export
 from spmd_rl.files import replacing
 from spmd_rl.job import Inputs, Job, arithmetic, load_inputs, memory_plan
-from spmd_rl.mesh import Mesh, Ranks, check_device, device_bytes, leave, say_error, say_once
+from spmd_rl.mesh import Mesh, Ranks, check_device, device_bytes, say_error, say_once
 from spmd_rl.offload import Tenant
 from spmd_rl.plan import Plan
 from spmd_rl.replay import load_recorded, replay
 from spmd_rl.signals import EXIT_STOPPED, StopRequest
 from spmd_rl.step import sync_again, train_step
+from spmd_rl.watchdog import leave
 
 EXIT_USAGE = 2
 SAVED = (Tenant.WEIGHTS, Tenant.MASTERS, Tenant.MOMENTS, Tenant.REFERENCE)  # what a checkpoint is made of

@@ -22,11 +22,12 @@ import torch
 from spmd_rl.config import (Config, DataConfig, LossConfig, MeshConfig, ModelConfig, PolicyConfig, RolloutConfig,
                             RunConfig, WeightSyncConfig)
 from spmd_rl.load_plan import Weight
-from spmd_rl.mesh import Mesh, leave, say_once
+from spmd_rl.mesh import Mesh, say_once
 from spmd_rl.model import load_hf_config
 from spmd_rl.policy import Policy
 from spmd_rl.prompts import load_tokenizer
 from spmd_rl.rollout import EngineState, Rollout
+from spmd_rl.watchdog import leave
 from spmd_rl.weight_sync import WeightSync
 
 ROWS = ("shared", "ipc", "ipc, release", "gather", "layer by layer", "by parameter", "floor")

@@ -26,12 +26,13 @@ from spmd_rl.config import (BatchConfig, Config, DataConfig, LossConfig, MeshCon
                             RolloutConfig, RunConfig, WeightSyncConfig)
 from spmd_rl.load_plan import Weight
 from spmd_rl.memory import away
-from spmd_rl.mesh import Mesh, leave, say_once
+from spmd_rl.mesh import Mesh, say_once
 from spmd_rl.model import load_hf_config
 from spmd_rl.offload import HostMemory, Tenant
 from spmd_rl.policy import Policy
 from spmd_rl.prompts import load_tokenizer
 from spmd_rl.rollout import EngineState, Rollout, parts_of
+from spmd_rl.watchdog import leave
 from spmd_rl.weight_sync import WeightSync
 
 # Largest difference of log-probs that rounding explains: in bf16 up to 0.054 between equal bits of small random models.

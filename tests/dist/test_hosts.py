@@ -15,7 +15,7 @@ import time
 import pytest
 from launching import ROOT, Once, make_rows, needs_cpu_engine, processes, torchrun, write_config, write_jsonl
 
-from spmd_rl import mesh, run_folder
+from spmd_rl import run_folder, watchdog
 
 DIST = ROOT / "tests" / "dist"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -199,6 +199,6 @@ def test_a_lost_host_ends_the_other(hosts):
         hosts.find_again(1)
     for process in finished:
         assert process.returncode == 1 and "busy" in process.output, process.output
-        assert process.ended - lost[0] < mesh.VANISHED_S + 15
+        assert process.ended - lost[0] < watchdog.VANISHED_S + 15
     assert "rank 1 has vanished: no sign of life for 4" in finished[0].output
     assert f"from {ADDRESSES[0]}, where the ranks meet: that host is gone" in finished[1].output

@@ -5,9 +5,10 @@ import sys
 
 from spmd_rl.batch import Completion, pack
 from spmd_rl.config import Config
-from spmd_rl.mesh import Mesh, leave
+from spmd_rl.mesh import Mesh
 from spmd_rl.model import load_hf_config
 from spmd_rl.policy import Policy
+from spmd_rl.watchdog import leave
 
 NUM_ROWS = 256
 

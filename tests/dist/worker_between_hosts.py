@@ -12,7 +12,8 @@ import torch
 from spmd_rl.between_hosts import BetweenHosts
 from spmd_rl.config import MeshConfig
 from spmd_rl.load_plan import Span, Weight
-from spmd_rl.mesh import Mesh, leave
+from spmd_rl.mesh import Mesh
+from spmd_rl.watchdog import leave
 
 SHAPES = {"embedding": (61, 16), "norm": (16,), "one": (1,), "matrix": (48, 16), "none here": (2,), "last": (7, 3)}
 CPU = torch.device("cpu")

@@ -24,11 +24,12 @@ from spmd_rl.batch import pack, plan_step
 from spmd_rl.checkpoint import Progress, Saver
 from spmd_rl.config import (BatchConfig, CheckpointConfig, Config, LossConfig, ModelConfig, PolicyConfig,
                             RunConfig)
-from spmd_rl.mesh import generator_states, leave, restore_generators
+from spmd_rl.mesh import generator_states, restore_generators
 from spmd_rl.metrics import Metrics
 from spmd_rl.model import load_hf_config
 from spmd_rl.policy import Policy, Reference
 from spmd_rl.step import Parts, learn, refresh_reference, set_advantages
+from spmd_rl.watchdog import leave
 
 NUM_STEPS = 5
 

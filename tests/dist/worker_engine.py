@@ -25,7 +25,7 @@ from spmd_rl.config import parse
 from spmd_rl.job import load_inputs, memory_plan, storages
 from spmd_rl.losses import clipped_surrogate
 from spmd_rl.memory import MOVABLE, Memory
-from spmd_rl.mesh import Mesh, leave
+from spmd_rl.mesh import Mesh
 from spmd_rl.metrics import Metrics
 from spmd_rl.model import load_hf_config
 from spmd_rl.offload import HostMemory
@@ -33,6 +33,7 @@ from spmd_rl.policy import Policy, Reference
 from spmd_rl.prompts import PromptSampler
 from spmd_rl.rollout import Rollout, Sampling
 from spmd_rl.step import Parts
+from spmd_rl.watchdog import leave
 from spmd_rl.weight_sync import WeightSync
 
 FIXED_SEED = 5

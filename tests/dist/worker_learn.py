@@ -20,11 +20,11 @@ from spmd_rl.batch import Completion
 from spmd_rl.config import (AdvantagesConfig, BatchConfig, Config, LossConfig, ModelConfig, PolicyConfig,
                             RolloutConfig, RunConfig)
 from spmd_rl.memory import Resident
-from spmd_rl.mesh import leave
 from spmd_rl.metrics import Metrics
 from spmd_rl.model import load_hf_config
 from spmd_rl.policy import Policy, Reference
 from spmd_rl.step import Parts, learn, refresh_reference, set_advantages
+from spmd_rl.watchdog import leave
 
 SECTIONS = {"rollout": RolloutConfig, "batch": BatchConfig, "advantages": AdvantagesConfig, "loss": LossConfig,
             "policy": PolicyConfig}

@@ -17,13 +17,13 @@ from spmd_rl import offload
 from spmd_rl.batch import pack, plan_step
 from spmd_rl.config import (BatchConfig, Config, LossConfig, ModelConfig, PolicyConfig, RolloutConfig,
                             RunConfig)
-from spmd_rl.mesh import leave
 from spmd_rl.metrics import Metrics
 from spmd_rl.model import load_hf_config
 from spmd_rl.offload import HostMemory, Offloader, Tenant
 from spmd_rl.plan import POLICY
 from spmd_rl.policy import Policy, Reference
 from spmd_rl.step import Parts, learn, set_advantages
+from spmd_rl.watchdog import leave
 
 CHUNK_BYTES = 2**20  # smaller than the larger storages: a storage goes over several chunks
 

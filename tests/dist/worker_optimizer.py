@@ -16,9 +16,9 @@ from worker_checkpoint import digest, optimizer_tensors
 from spmd_rl import policy as policy_module
 from spmd_rl.batch import Completion, pack
 from spmd_rl.config import Config
-from spmd_rl.mesh import leave
 from spmd_rl.model import load_hf_config
 from spmd_rl.policy import Policy
+from spmd_rl.watchdog import leave
 
 FACTORS = [1.0, float("nan"), float("inf"), 1.0, float("nan"), float("nan")]  # of the last rank's part of the loss
 

@@ -8,8 +8,8 @@ import os
 
 import vllm._custom_ops
 
-from spmd_rl.mesh import leave
 from spmd_rl.train import main
+from spmd_rl.watchdog import leave
 
 if __name__ == "__main__":
     if os.environ.get("ENGINE") != "repacked":

@@ -12,9 +12,10 @@ from phases import saved_in_phases
 
 from spmd_rl.config import parse
 from spmd_rl.job import Job, load_inputs, memory_plan
-from spmd_rl.mesh import Mesh, leave
+from spmd_rl.mesh import Mesh
 from spmd_rl.rollout import Sampling
 from spmd_rl.step import sync, train_step
+from spmd_rl.watchdog import leave
 
 GIB = 2**30
 
