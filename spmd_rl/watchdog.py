@@ -44,7 +44,7 @@ class AbortWatcher:
     """
 
     def __init__(self, rank: int, world_size: int, timeout_s: float, place: Callable[[], Place]) -> None:
-        self._rank, self._world_size, self._timeout_s, self._place = rank, world_size, timeout_s, place
+        self._own, self._world_size, self._timeout_s, self._place = rank, world_size, timeout_s, place
         self._stop = threading.Event()
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._key = f"{ABORT_KEY}/{attempt}"
@@ -84,7 +84,7 @@ class AbortWatcher:
                             "that host is gone, or cannot be reached")
 
     def _leave(self, reason: str) -> NoReturn:
-        print(f"[rank {self._rank}] leaves: {reason}", file=sys.stderr, flush=True)
+        print(f"[rank {self._own}] leaves: {reason}", file=sys.stderr, flush=True)
         leave(1)
 
     def _look(self) -> str | None:
@@ -93,8 +93,8 @@ class AbortWatcher:
             return self._store.get(self._key).decode()
         if time.monotonic() >= self._next_beat:
             self._next_beat, self._beats = time.monotonic() + BEAT_S, self._beats + 1
-            self._store.set(self._beat_key(self._rank), f"{self._beats} {self._place().report()}")
-            vanished = self._vanished((self._rank + 1) % self._world_size)
+            self._store.set(self._beat_key(self._own), f"{self._beats} {self._place().report()}")
+            vanished = self._vanished((self._own + 1) % self._world_size)
             if vanished:
                 return self._tell(vanished)
         place = self._place()
@@ -103,7 +103,7 @@ class AbortWatcher:
             late = [f"rank {rank} (in phase {phase} for {seconds} s)"
                     for rank, count, seconds, phase in self._others(self._store) if count < place.count]
             if late:
-                return self._tell(f"rank {self._rank} has waited {waited_s:.0f} s in phase {place.phase} for "
+                return self._tell(f"rank {self._own} has waited {waited_s:.0f} s in phase {place.phase} for "
                                   f"{', '.join(late)}; mesh.timeout_s is {self._timeout_s:g}")
         return None
 
@@ -126,7 +126,7 @@ class AbortWatcher:
         """(rank, count, seconds, phase) of the other ranks that have said so."""
         found = []
         for rank in range(self._world_size):
-            if rank != self._rank and store.check([self._beat_key(rank)]):
+            if rank != self._own and store.check([self._beat_key(rank)]):
                 _, count, seconds, phase = store.get(self._beat_key(rank)).decode().split(" ", 3)
                 found.append((rank, int(count), int(seconds), phase))
         return found
@@ -149,7 +149,7 @@ class AbortWatcher:
         try:
             self._abort_store.compare_set(self._key, "", reason)  # the first failure is the cause of later ones
         except dist.DistError as error:
-            print(f"[rank {self._rank}] could not tell the others: {error}", file=sys.stderr, flush=True)
+            print(f"[rank {self._own}] could not tell the others: {error}", file=sys.stderr, flush=True)
 
     def stop(self) -> None:
         """Look no more."""
