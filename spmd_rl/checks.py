@@ -55,7 +55,11 @@ REFUSED_RAW = {
     "deepspeed.sequence_parallel_size": "sequence parallelism",
     "deepspeed.tensor_parallel": "tensor-parallel training",
 }
-REFUSED_ZERO = ("zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size")
+REFUSED_ZERO = {
+    "zero_optimization.zero_hpz_partition_size": "weights with a second shard are not supported",
+    "zero_optimization.mics_shard_size": "weights with a second shard are not supported",
+    "zero_optimization.zero_quantized_weights": "the policy would compute with other weights than the sampler",
+}
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -278,9 +282,8 @@ def _check_raw(c: Config) -> None:
             if path == "zero_optimization.round_robin_gradients" and value:
                 raise ConfigError(f"{section}.{path} is {value!r}: DeepSpeed's own map from parameters to shards is "
                                   "wrong then, and checkpoints follow it; remove it")
-            if path in REFUSED_ZERO:
-                raise ConfigError(f"{section}.{path} is {value!r}: weights with a second shard are not supported; "
-                                  "remove it")
+            if path in REFUSED_ZERO and not _asks_for_nothing(value):
+                raise ConfigError(f"{section}.{path} is {value!r}: {REFUSED_ZERO[path]}; remove it")
             owner = next((owned[p] for p in _prefixes(path) if p in owned), None)
             if owner:
                 raise ConfigError(f"{section}.{path} is {value!r}: set by {owner}; set that and remove this")

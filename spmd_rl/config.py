@@ -308,8 +308,7 @@ class WeightSyncConfig:
     transport: Literal["auto", "shared", "ipc", "gather"] = "auto"
     """`shared`: the engine's parameters are the policy's own memory (engines of one rank below ZeRO-3). `ipc`: copied,
     from this rank's memory and through handles from that of other ranks of the host; what lies on other hosts is
-    gathered. `gather`: by collectives. `auto`: the first of them that serves; `shared` on GPUs only, `ipc` on one host
-    only."""
+    gathered. `gather`: by collectives. `auto`: the first of them that serves; `shared` on GPUs only."""
     bucket_mib: int = 512
     """Weights gathered at once from ZeRO-3 shards, in MiB; a larger tensor is a bucket of its own."""
 

@@ -15,8 +15,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
+HASH_FACTORS = (-0x61C8864680B583EB, 0x2545F4914F6CDD1D)  # odd, of 64 bits
 FINGERPRINT_ELEMENTS = 2**22  # looked at at once: torch makes an int64 copy of what it sums
 LARGE_BYTES = 2**20  # a parameter of a model that is about to get other memory; modules write to small ones
 
@@ -59,17 +61,19 @@ class Weight:
         return flat.view(self.shape)
 
     def fingerprint(self, device: torch.device) -> int:
-        """A number that any other bit changes, and any other order: the bits of each element times its place's factor.
+        """A number that any one other bit changes, and other values or another order all but certainly: each element's
+        bits times an odd number that its place is hashed to, modulo 2^64.
 
         device: where a part of it at a time is looked at, with some more memory.
         """
-        integer = {2: torch.int16, 4: torch.int32}[self.dtype.itemsize]
         total = torch.zeros((), dtype=torch.int64, device=device)
         for span in self.spans:
             start = span.start
-            for part in span.flat.view(integer).split(FINGERPRINT_ELEMENTS):
-                factors = torch.arange(start, start + len(part), device=device).remainder_(8191).add_(1)
-                total += factors.mul_(part.to(device)).sum()
+            for part in _bits(span.flat).split(FINGERPRINT_ELEMENTS):
+                place = torch.arange(start, start + len(part), device=device)
+                for factor in HASH_FACTORS:
+                    place.mul_(factor).bitwise_xor_(place >> 29)
+                total += place.bitwise_or_(1).mul_(part.to(device)).sum()
                 start += len(part)
         return int(total)
 
@@ -204,53 +208,67 @@ class Adoption:
         self.why_not: str | None = None
         """Why they are the engine's own; None where they are views."""
         self._placeholders: dict[int, torch.nn.Parameter] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._hook: Any = None
         self._addresses: dict[str, int] = {}
         self._modules: list[tuple[dict[str, Any], str, Any, int]] = []
         self._slots: list[tuple[str, dict[str, Any], str]] = []
 
     @contextlib.contextmanager
     def in_scratch(self) -> Iterator[None]:
-        """Large parameters of a model that is made in the block lie in one piece of memory, as long as the largest.
+        """In the block and up to `take`, large parameters of a model that is made lie one over the other: in the memory
+        of the first of them, or of a later one that is larger.
 
         A second model would be on the device otherwise. And freed all at once, its memory is taken from vLLM's pool
         behind torch's back: vLLM then finds as much less in use as there was, and makes its KV cache larger by that.
         """
-        scratch = torch.empty(0, dtype=torch.uint8)
-
-        def place(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
-            nonlocal scratch
-            storage = parameter.untyped_storage()
-            if storage.nbytes() < LARGE_BYTES:
-                return
-            self._placeholders[id(parameter)] = parameter
-            if scratch.device != storage.device or len(scratch) < storage.nbytes():
-                scratch = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore
-            else:  # a storage of its own over the same memory: a plan tells parameters apart by theirs
-                shared = torch.from_dlpack(scratch[:storage.nbytes()]).view(parameter.dtype)
-                parameter.data = shared.as_strided(parameter.shape, parameter.stride(), parameter.storage_offset())
-
-        handle = register_module_parameter_registration_hook(place)
+        self._hook = register_module_parameter_registration_hook(self._place)
         try:
             yield
         finally:
-            handle.remove()
+            self._leave_scratch()
 
-    def take(self, model: Any, weights: Sequence[Weight]) -> None:
-        """Make each parameter of the model a view of the weights' memory; all of them, or none. Raises Unplannable;
-        each has memory of its own then."""
+    def _place(self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
+        if is_lazy(parameter) or parameter.device.type not in ("cpu", "cuda"):
+            return  # no memory yet
+        storage, width = parameter.untyped_storage(), parameter.dtype.itemsize
+        if storage.nbytes() < LARGE_BYTES or storage.nbytes() % width:
+            return
+        self._placeholders[id(parameter)] = parameter
+        if self._scratch.device != storage.device or len(self._scratch) < storage.nbytes():
+            self._scratch = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore
+        else:  # a storage of its own over the same memory: a plan tells parameters apart by theirs
+            shared = torch.from_dlpack(self._scratch[:storage.nbytes()]).view(parameter.dtype)
+            parameter.data = shared.as_strided(parameter.shape, parameter.stride(), parameter.storage_offset())
+
+    def _leave_scratch(self) -> None:
+        if self._hook:
+            self._hook.remove()
+        self._scratch = self._scratch.new_empty(0)
+
+    def take(self, model: Any, weights: Sequence[Weight], why_not: str | None = None) -> bool:
+        """Make each parameter of the model a view of the weights' memory, and return whether all are; else, or where
+        why_not is known, each has memory of its own."""
+        self._leave_scratch()  # what is registered from now on is no placeholder
         parameters = dict(model.named_parameters())
         placeholders, self._placeholders = self._placeholders, {}
-        try:
-            plan = record(parameters, {weight.name: (weight.shape, weight.dtype) for weight in weights},
-                          model.load_weights)
-            views = plan.shared_views(weights)
-        except Unplannable:
-            for parameter in placeholders.values():
-                parameter.data = torch.empty_like(parameter.data)
-            raise
+        self.why_not = why_not
+        views: dict[str, Tensor] = {}
+        if not why_not:
+            try:
+                views = record(parameters, {weight.name: (weight.shape, weight.dtype) for weight in weights},
+                               model.load_weights).shared_views(weights)
+            except Unplannable as error:
+                self.why_not = str(error)
+        if self.why_not:
+            for parameter in parameters.values():
+                if id(parameter) in placeholders:
+                    parameter.data = torch.empty_like(parameter.data)
+            return False
         for name, view in views.items():
             parameters[name].data = view
         self._addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
+        return True
 
     def lost(self, model: Any) -> list[str]:
         """Names of parameters that are no longer the views that they became: vLLM repacked them, or they moved."""
@@ -350,5 +368,8 @@ def _covers(ranges: Sequence[tuple[int, int]], count: int) -> bool:
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     """NaN equals NaN, and 0 is not -0."""
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
-    return torch.equal(one.view(integer), other.view(integer))
+    return torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])

@@ -196,7 +196,7 @@ class Memory:
         if not (isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "out of memory" in str(error)):
             return None
         there = {t.value: size for t, size in self._offloader.bytes_on_device().items() if size}
-        there |= self._engine_there()
+        there |= {name: size for name, size in self._engine_there().items() if size}
         listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in there.items()) or "nothing"
         free = ""
         if self._is_cuda:

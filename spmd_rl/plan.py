@@ -91,8 +91,7 @@ class Plan:
 def make_plan(config: Config, model: ModelShape, world_size: int, device_bytes: int | None) -> Plan:
     """The table, and what stays. Raises ConfigError where a phase cannot fit, with the numbers and what to set."""
     shares = shares_weights(config, model, bool(device_bytes))
-    if not shares:
-        _check_share(config, model, device_bytes)
+    _check_share(config, model, device_bytes, shares)
     tenants = _tenants(config, model, world_size, device_bytes, shares)
     others = _others(config, model, world_size, device_bytes)
     remedies = {phase: _remedy(config, phase, shares) for phase in PHASES}
@@ -122,14 +121,25 @@ def shares_weights(config: Config, model: ModelShape, on_gpu: bool) -> bool:
             and model.vocabulary % 64 == 0)
 
 
-def _check_share(config: Config, model: ModelShape, device_bytes: int | None) -> None:
-    """Raises ConfigError where the engine's share of the device is used up by weights."""
+def _check_share(config: Config, model: ModelShape, device_bytes: int | None, shares: bool) -> None:
+    """Raises ConfigError where what the engine may take leaves its KV cache no room for one sequence."""
     r, width = config.rollout, 2 if config.model.dtype == "bfloat16" else 4
-    model_bytes = width * model.num_parameters // r.tensor_parallel_size
-    if device_bytes and not r.kv_cache_gib and r.gpu_memory_utilization * device_bytes <= model_bytes:
-        raise ConfigError(f"rollout.gpu_memory_utilization is {r.gpu_memory_utilization}: that is "
-                          f"{r.gpu_memory_utilization * device_bytes / GIB:.1f} GiB, and the weights alone take "
-                          f"{model_bytes / GIB:.1f}; raise it")
+    if not device_bytes:
+        return
+    t = r.tensor_parallel_size
+    engine_weights = 0 if shares else width * model.num_parameters // t
+    cache_width = 1 if "kv_cache_dtype" in config.vllm else width
+    sequence = sum(2 * cache_width * (model.key_width // t) * min(window or config.max_model_len, config.max_model_len)
+                   for window in model.windows)
+    takes = f"one sequence of {config.max_model_len} tokens takes {sequence / GIB:.2f} GiB of it"
+    if r.kv_cache_gib:
+        if r.kv_cache_gib * GIB < sequence:
+            raise ConfigError(f"rollout.kv_cache_gib is {r.kv_cache_gib}: {takes}; raise it")
+        return
+    share = int(r.gpu_memory_utilization * device_bytes)
+    if share - engine_weights <= sequence:
+        raise ConfigError(f"rollout.gpu_memory_utilization is {r.gpu_memory_utilization}: that is {share / GIB:.2f} "
+                          f"GiB, less {engine_weights / GIB:.2f} of weights, for work and KV cache; {takes}; raise it")
 
 
 def _tenants(config: Config, model: ModelShape, world_size: int, device_bytes: int | None,
@@ -184,7 +194,8 @@ def _others(config: Config, model: ModelShape, world_size: int, device_bytes: in
     buckets = 2 * _reduce_bucket(config) * width if stage in (1, 2) else 0
     context = {"context": CONTEXT_BYTES}
     bucket = max(config.weight_sync.bucket_mib * 2**20, model.largest_parameter * width)
-    staging = min(bucket, model.num_parameters * width) if stage == 3 else 0
+    # What is gathered, and what comes from other hosts: both at the first sync, which compares them.
+    staging = 2 * min(bucket, model.num_parameters * width) if stage == 3 else 0
     return {
         "rollout": {"engine's work": _engine_work(config, model)} | context,
         "reference": {"activations": forward + gathered} | context,

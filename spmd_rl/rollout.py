@@ -25,6 +25,7 @@ from spmd_rl.mesh import Mesh, preserved_process_state, say_once, used_bytes
 
 SHARED_MEMORY = "spmd_rl"  # first part of the names in /dev/shm
 SHARED_FORMAT = "spmd_rl"  # among vLLM's load formats
+KEEPS_PRODUCTS = "vLLM keeps products of this attention's weights"  # MLA: they are made once, when it has loaded
 STEP_EVALUATION = -1  # the "step" of evaluation in request seeds
 
 
@@ -88,7 +89,8 @@ class Rollout:
         else:
             self.sleep()
         self.always_bytes = max(0, used_bytes(mesh.device) - used_before)
-        """Device memory that it has in every phase: what sleep leaves (CUDA graphs, kernels, buffers), or all of it."""
+        """Device memory that it has in every phase: what sleep leaves (CUDA graphs, kernels, buffers), or all of it. By
+        the driver: what other processes took of the device meanwhile counts."""
 
     def _start(self, arguments: dict[str, Any]) -> Any:
         try:
@@ -270,7 +272,7 @@ class Rollout:
     def plan_load(self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> LoadPlan:
         """What loading weights of these shapes and dtypes copies where. Raises Unplannable where it does more."""
         if self._llm.llm_engine.model_config.use_mla:
-            raise Unplannable("vLLM keeps products of this attention's weights")
+            raise Unplannable(KEEPS_PRODUCTS)
 
         def of_model(model: Any) -> LoadPlan:
             parameters = dict(model.named_parameters())
@@ -322,10 +324,7 @@ def register_loader(weights: Sequence[Weight]) -> Adoption:
                 return super().load_model(*args, **kwargs)
 
         def load_weights(self, model: Any, model_config: Any) -> None:
-            try:
-                adoption.take(model, weights)
-            except Unplannable as error:
-                adoption.why_not = str(error)
+            if not adoption.take(model, weights, KEEPS_PRODUCTS if model_config.use_mla else None):
                 DummyModelLoader(self.load_config).load_weights(model, model_config)
 
     register_model_loader(SHARED_FORMAT)(Loader)

@@ -154,12 +154,12 @@ def check_names(expected: set[str], given: set[str]) -> None:
 
 
 def check_bits(mesh: Mesh, came: Iterable[Weight], gathered: Iterable[Weight]) -> None:
-    """Raises RuntimeError on all ranks where weights that came by handles have other bits, on any rank, than those that
+    """Raises RuntimeError on all ranks where weights that came by handles differ, on any of them, from those that
     DeepSpeed gathered. Collective."""
     # One after the other: both are collective, and a weight is good until the next is asked for.
-    seen, right = ({weight.name: weight.fingerprint(mesh.device) for weight in weights}
+    seen, right = ([(weight.name, (weight.shape, weight.dtype, weight.fingerprint(mesh.device))) for weight in weights]
                    for weights in (came, gathered))
-    wrong = sorted(name for name in seen.keys() | right.keys() if seen.get(name) != right.get(name))
+    wrong = sorted({name for name, _ in set(seen) ^ set(right)}) or ["their order"] * (seen != right)
     if found := [(rank, names[:4]) for rank, names in enumerate(mesh.all_gather(wrong)) if names]:
         raise RuntimeError(f"weight sync refused: by handles came other bits than DeepSpeed gathers, (rank, weights) "
                            f"{found[:4]}: set weight_sync.transport gather, and report it")

@@ -33,8 +33,8 @@ def runs(model, tmp_path_factory):
 
 @pytest.fixture
 def started_as_on_a_gpu(model, tmp_path):
-    """Whether the engine is plain or repacked -> folder and output of a run with transport auto whose plan is for a
-    GPU, and in which all that moves takes turns."""
+    """Whether the engine is plain, repacked or apart -> folder and output of a run with transport auto whose plan is
+    for a GPU, and in which all that moves takes turns."""
     def run(engine):
         config = write_config(
             tmp_path / "config.yaml", model, write_jsonl(tmp_path / "train.jsonl", make_rows(16, seed=1)),
@@ -118,3 +118,13 @@ def test_auto_goes_on_where_it_cannot_share(started_as_on_a_gpu):
     rows = metrics_of(folder)
     assert len(rows) >= STEPS and all(row["sampling/sampling_logp_difference/mean"] <= 1e-4 for row in rows)
     assert len({row["grad_norm"] for row in rows}) == len(rows)
+
+
+@pytest.mark.long
+def test_auto_goes_on_where_loading_finds_no_views(started_as_on_a_gpu, runs):
+    """The engine's model was made without memory of its own and has some again: the run is the one with copies."""
+    folder, output = started_as_on_a_gpu("apart")
+    assert "weight sync: ipc, 24 copies" in output
+    assert "warning: the engine has weights of its own" in output and "they lie apart" in output
+    wanted, *_ = runs("ipc", 1)
+    assert metrics_of(folder) == metrics_of(wanted)

@@ -13,6 +13,7 @@ from phases import saved_in_phases
 from spmd_rl.config import parse
 from spmd_rl.job import Job, load_inputs, memory_plan
 from spmd_rl.mesh import Mesh
+from spmd_rl.offload import Tenant
 from spmd_rl.rollout import Sampling
 from spmd_rl.step import sync, train_step
 from spmd_rl.watchdog import leave
@@ -42,7 +43,8 @@ def main():
     job = Job(config, mesh, inputs, memory_plan(config, inputs, 1, mesh.smallest_device_bytes()))
     memory = job.parts.memory
     found = {"greedy": [greedy(job)], "used": [], "refused": [], "unexplained": [], "sampling": used_gib() - context,
-             "device": torch.cuda.mem_get_info()[1] / GIB}
+             "device": torch.cuda.mem_get_info()[1] / GIB, "always": job.parts.rollout.always_bytes / GIB,
+             "policy_weights": memory._offloader.bytes_on_device()[Tenant.WEIGHTS] / GIB}
     for _ in range(int(sys.argv[3])):
         memory.enter("train")
         memory.wait_for_step()

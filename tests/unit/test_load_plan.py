@@ -352,23 +352,24 @@ def test_a_parameter_that_is_no_longer_the_policys_memory_is_seen(change, name, 
 SIZES = {"first": (512, 600), "large": (1024, 512), "later": (700, 512), "scale": (8,)}
 
 
-def in_scratch(adoption):
+class Made(torch.nn.Module):
     """A model as a loader makes it: matrices, one of them tied, and a small vector that its module writes to."""
-    class Made(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            for name, shape in SIZES.items():
-                setattr(self, name, torch.nn.Parameter(torch.full(shape, 9.0)))
-            self.scale.data.fill_(3)
-            self.head = self.large
 
-        def load_weights(self, weights):
-            for name, weight in weights:
-                getattr(self, name)[:len(weight)].data.copy_(weight)  # as a vocabulary that may be padded
+    def __init__(self):
+        super().__init__()
+        for name, shape in SIZES.items():
+            setattr(self, name, torch.nn.Parameter(torch.full(shape, 9.0)))
+        self.scale.data.fill_(3)
+        self.head = self.large
 
+    def load_weights(self, weights):
+        for name, weight in weights:
+            getattr(self, name)[:len(weight)].data.copy_(weight)  # as a vocabulary that may be padded
+
+
+def in_scratch(adoption):
     with adoption.in_scratch():
-        made = Made()
-    return made
+        return Made()
 
 
 def policys_weights(start):
@@ -382,7 +383,8 @@ def policys_weights(start):
 
 
 def test_a_model_that_is_to_be_views_has_no_memory_of_its_own():
-    """Its large parameters lie one over the other until they are views; small ones, and those made after, do not."""
+    """Its large parameters lie one over the other until they are views, but for one that is larger than those before;
+    small ones, and those made after, do not."""
     adoption = Adoption()
     model = in_scratch(adoption)
     assert model.later.data_ptr() == model.large.data_ptr() != model.first.data_ptr()
@@ -394,22 +396,78 @@ def test_a_model_that_is_to_be_views_has_no_memory_of_its_own():
     other = torch.nn.Linear(1024, 512).weight
     assert other.data_ptr() not in {storage.data_ptr() for storage in storages}
     weights = policys_weights(0)
-    adoption.take(model, [Weight.of(name, weight) for name, weight in weights.items()])
-    assert adoption.lost(model) == [] and model.head.data_ptr() == weights["large"].data_ptr()
+    assert adoption.take(model, [Weight.of(name, weight) for name, weight in weights.items()])
+    assert adoption.why_not is None and adoption.lost(model) == []
+    assert model.head.data_ptr() == weights["large"].data_ptr()
     for name, weight in weights.items():
         assert torch.equal(getattr(model, name), weight) and getattr(model, name).data_ptr() == weight.data_ptr()
 
 
-def test_a_model_that_cannot_be_views_has_memory_of_its_own_again():
-    """Loading of its own follows: into all of it, each parameter apart."""
+@pytest.mark.parametrize("start, known, why_not", [
+    (1, None, "no multiple of 16"),  # the weights do not begin at an aligned address
+    (0, "known before", "known before")])
+def test_a_model_that_cannot_be_views_has_memory_of_its_own_again(monkeypatch, start, known, why_not):
+    """Loading of its own follows: into all of it, each parameter apart. Only what is still there gets any."""
     adoption = Adoption()
     model = in_scratch(adoption)
-    with pytest.raises(Unplannable, match="no multiple of 16"):  # they do not begin at an aligned address
-        adoption.take(model, [Weight.of(name, weight) for name, weight in policys_weights(1).items()])
-    weights = policys_weights(0)
+    with adoption.in_scratch():
+        for _ in range(3):
+            model.first = torch.nn.Parameter(torch.full(SIZES["first"], 9.0))
+    made, empty_like = [], torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda tensor: made.append(tensor.shape) or empty_like(tensor))
+    weights = policys_weights(start)
+    assert not adoption.take(model, [Weight.of(name, weight) for name, weight in weights.items()], known)
+    assert why_not in adoption.why_not and sorted(map(tuple, made)) == sorted(SIZES[n] for n in SIZES if n != "scale")
     model.load_weights(weights.items())
     assert all(torch.equal(getattr(model, name), weight) for name, weight in weights.items())
     assert model.head is model.large
+
+
+def test_memory_that_runs_out_there_is_explained(monkeypatch):
+    """Why a second model was needed is known before it is made."""
+    adoption = Adoption()
+    model = in_scratch(adoption)
+
+    def full(tensor):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(torch, "empty_like", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        adoption.take(model, [], "repacked")
+    assert adoption.why_not == "repacked"
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_what_is_registered_after_loading_keeps_its_memory(start):
+    """vLLM's processing after loading may make parameters, of new data or of views of old."""
+    adoption = Adoption()
+    with adoption.in_scratch():
+        model = Made()
+        weights = policys_weights(start)
+        taken = adoption.take(model, [Weight.of(name, weight) for name, weight in weights.items()])
+        before = {name: weight.clone() for name, weight in weights.items()}
+        for number, name in enumerate(("first", "later")):
+            setattr(model, name, torch.nn.Parameter(torch.full(SIZES[name], float(number))))
+        model.large = torch.nn.Parameter(model.large.data)
+    assert taken == (start == 0)
+    assert bool((model.first == 0).all()) and bool((model.later == 1).all())
+    assert all(torch.equal(weights[name], before[name]) for name in SIZES)
+
+
+@pytest.mark.parametrize("made", [
+    lambda: torch.nn.Parameter(torch.empty(1024, 512, device="meta")), torch.nn.UninitializedParameter,
+    lambda: torch.nn.Parameter(torch.empty(2**20 + 1, dtype=torch.uint8)[:2**20].view(torch.float32))])
+def test_a_parameter_that_cannot_lie_there_is_left_alone(made):
+    """On meta, as vLLM's Transformers backend makes a model; not yet of a size; over a storage of an odd one."""
+    adoption, module = Adoption(), torch.nn.Module()
+    with adoption.in_scratch():
+        module.first = torch.nn.Parameter(torch.ones(1024, 1024))
+        parameter = made()
+        before = type(parameter), parameter.device, parameter.dtype
+        module.second = parameter
+    assert module.second is parameter
+    assert (type(parameter), parameter.device, parameter.dtype) == before
+    assert bool((module.first == 1).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -420,6 +478,20 @@ def test_a_fingerprint_sees_one_bit(dtype, place):
     before = weight.fingerprint(torch.device("cpu"))
     weight.spans[0].flat[place] = -0.0
     assert weight.fingerprint(torch.device("cpu")) != before
+
+
+def test_a_fingerprint_is_of_every_elements_place():
+    """Values that any linear weighting of places takes for one another, also with a period."""
+    cpu = torch.device("cpu")
+
+    def of(*values):
+        return Weight.of("a", torch.tensor(values, dtype=torch.int16).view(torch.bfloat16)).fingerprint(cpu)
+
+    assert of(2, 0) != of(0, 1) and of(5, 7, 7, 5) != of(7, 5, 5, 7) and of(0, 0, 1) != of(0, 1, 0)
+    rows = torch.randn(8191 * 4, 3).bfloat16()
+    shards = rows.chunk(4)
+    assert (Weight.of("a", torch.cat([shards[k] for k in (1, 0, 2, 3)])).fingerprint(cpu)
+            != Weight.of("a", rows).fingerprint(cpu))
 
 
 def test_a_fingerprint_is_that_of_the_whole_weight():

@@ -134,13 +134,24 @@ def test_what_cannot_fit_is_refused_with_what_would(sections, phase, remedy):
     assert text.startswith(f"the {phase} phase needs about") and "which has 40.0" in text and remedy in text
 
 
-def test_a_share_of_the_device_below_the_weights_is_refused():
-    """200 MB of weights in 0.1 % of 100 GiB. A fixed cache needs no share."""
-    small = dict(rollout={"gpu_memory_utilization": 0.001}, weight_sync={"transport": "ipc"})
-    with pytest.raises(ConfigError, match="gpu_memory_utilization is 0.001: that is 0.1 GiB.*weights alone take 0.2"):
-        make_plan(config(**small), SHAPE, 1, 100 * GIB)
-    small["rollout"]["kv_cache_gib"] = 2.0
-    make_plan(config(**small), SHAPE, 1, 100 * GIB)
+@pytest.mark.parametrize("transport, share, accepted", [
+    ("ipc", 0.001, False), ("ipc", 0.0019, False), ("ipc", 0.003, True), ("auto", 0.0003, False),
+    ("auto", 0.001, True)])
+def test_a_share_of_the_device_without_room_for_a_sequence_is_refused(transport, share, accepted):
+    """200 MB of weights, the policy's own or not, and 49 MiB of KV cache for a sequence, in 100 GiB."""
+    options = dict(rollout={"gpu_memory_utilization": share, "max_completion_length": 11_776},
+                   data={"max_prompt_length": 512}, weight_sync={"transport": transport})
+    shape = replace(SHAPE, windows=(None,) * 3 + (1024,), key_width=340)
+    if accepted:
+        make_plan(config(**options), shape, 1, 100 * GIB)
+        return
+    with pytest.raises(ConfigError, match="gpu_memory_utilization is.*one sequence of 12288 tokens takes 0.05 GiB"):
+        make_plan(config(**options), shape, 1, 100 * GIB)
+    options["rollout"]["kv_cache_gib"] = 2.0  # a fixed cache needs no share
+    make_plan(config(**options), shape, 1, 100 * GIB)
+    options["rollout"]["kv_cache_gib"] = 0.04
+    with pytest.raises(ConfigError, match="kv_cache_gib is 0.04: one sequence"):
+        make_plan(config(**options), shape, 1, 100 * GIB)
 
 
 def test_the_table_adds_up():

@@ -1,12 +1,13 @@
 """The manifest: equal for equal tensors alone, and a rank that differs is named."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from spmd_rl.load_plan import Weight
-from spmd_rl.weight_sync import Manifest, check_bits, check_manifests, check_names
+from spmd_rl.weight_sync import Manifest, WeightSync, check_bits, check_manifests, check_names
 
 TENSORS = (("a", (2, 3), "torch.bfloat16"), ("b", (5,), "torch.float32"), ("c", (), "torch.float32"))
 BASE = Manifest(TENSORS)
@@ -75,9 +76,46 @@ def weights_of(**changed):
 
 @pytest.mark.parametrize("came, named", [
     (weights_of(b=torch.arange(6.0)), "'b'"), (weights_of(b=torch.arange(6.0).flip(0) + 1), "'b'"),
-    (weights_of()[:2], "'c'"), (weights_of(d=torch.ones(2)), "'d'")])
+    (weights_of()[:2], "'c'"), (weights_of(d=torch.ones(2)), "'d'"),
+    (weights_of(b=(torch.arange(6.0) + 1).view(2, 3)), "'b'"),
+    (weights_of()[::-1], "their order"), ([*weights_of(), weights_of()[0]], "their order")])
 def test_handles_that_give_other_bits_than_gathers_are_refused(mesh, came, named):
-    """A weight of another name, an older one, its parts in another order, one that does not come, one too many."""
+    """An older weight, its parts in another order, one that does not come, one too many, another shape, another order
+    of weights, one that comes twice."""
     check_bits(mesh, weights_of(), weights_of())
     with pytest.raises(RuntimeError, match=f"other bits.*{named}.*transport gather"):
         check_bits(mesh, came, weights_of())
+
+
+def test_a_difference_on_another_rank_is_refused_on_this_one():
+    """All ranks end together, and say whose weight it is."""
+    peers = SimpleNamespace(device=torch.device("cpu"), all_gather=lambda mine: [mine, [], ["b"]])
+    with pytest.raises(RuntimeError, match=r"\(2, \['b'\]\)"):
+        check_bits(peers, weights_of(), weights_of())
+
+
+@pytest.mark.parametrize("came, is_loaded", [(weights_of(), True), (weights_of(b=torch.arange(6.0)), False)])
+def test_the_first_sync_compares_before_it_loads(mesh, came, is_loaded):
+    """Shards by handles with DeepSpeed's gathers, once: the engine gets nothing of a difference."""
+    def transport(weights):
+        return SimpleNamespace(name="ipc", offer=lambda: None, weights=lambda offers: iter(weights),
+                               release=lambda: None)
+
+    loaded, sync = [], WeightSync.__new__(WeightSync)
+    tensors = tuple((w.name, w.shape, str(w.dtype)) for w in weights_of())
+    sync._mesh, sync._manifest, sync._digest = mesh, Manifest(tensors), Manifest(tensors).digest()
+    sync._transport, sync._gather, sync._is_sharded = transport(came), transport(weights_of()), True
+    sync.version, sync._is_first, sync._reason = -1, True, ""
+    sync._policy = SimpleNamespace(tied_head_name=None, num_updates=0)
+    sync._rollout = SimpleNamespace(
+        expected_weights=lambda: set("abc"), load_weights=lambda weights, version, head: loaded.extend(weights),
+        plan_load=lambda shapes: SimpleNamespace(num_copies=3, differences=lambda weights: []),
+        use_plan=lambda plan: None)
+    if is_loaded:
+        sync.sync()
+        sync._gather = transport(weights_of(c=torch.zeros(6)))  # not looked at again
+        sync.sync()
+    else:
+        with pytest.raises(RuntimeError, match="other bits.*'b'"):
+            sync.sync()
+    assert [w.name for w in loaded] == ["a", "b", "c"] * (2 * is_loaded)
