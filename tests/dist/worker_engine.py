@@ -173,7 +173,13 @@ def cell_engine_states(bench):
     transport = parts.weight_sync._transport
     whole_weights = transport.weights
 
+    compared = []
+
     def broken_weights(offers):
+        if not compared and parts.weight_sync.transport == "ipc":
+            compared.append(True)  # the first sync looks at all of them before the engine gets any
+            yield from whole_weights(offers)
+            return
         for number, weight in enumerate(whole_weights(offers)):
             if number == 9:
                 raise OSError("the weights end here")
