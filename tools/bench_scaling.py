@@ -47,9 +47,9 @@ def main() -> None:
         result["efficiency"] = result["tokens/s a rank"] / first["tokens/s a rank"]
         results.append(result)
         print(f"{ranks:>5}" + "".join(f"{shown(result.get(name)):>16}" for name in COLUMNS), flush=True)
-    if args.out:
-        found = {"options": vars(args), "peer_gb_per_s": bandwidth, "runs": results}
-        Path(args.out).write_text(json.dumps(found, indent=1))
+        if args.out:  # after each: a later count may not end
+            found = {"options": vars(args), "peer_gb_per_s": bandwidth, "runs": results}
+            Path(args.out).write_text(json.dumps(found, indent=1))
 
 
 def parse_args() -> argparse.Namespace:
