@@ -7,7 +7,6 @@ KV cache fits beside it, behind generation.
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -271,24 +270,18 @@ class Memory:
             self._metrics.maximum(f"memory/{phase}_peak_allocated_gib",
                                   (torch.cuda.max_memory_allocated(self._mesh.device) - asleep) / GIB)
             torch.cuda.reset_peak_memory_stats(self._mesh.device)
-        self._metrics.maximum(f"memory/{phase}_gib", self._used_bytes() / GIB)
+        self._metrics.maximum(f"memory/{phase}_gib", used_bytes(self._mesh.device) / GIB)
         self._ended = [move for move in self._running if move.is_done()]  # one that still runs would be waited for
         self._running = [move for move in self._running if move not in self._ended]
         for move in self._ended:
             self._metrics.total(f"perf/swap_{move.direction}_gib", move.copied_bytes / GIB / self._mesh.world_size)
             self._metrics.total(f"timing/swap_copies_{move.direction}", move.seconds() / self._mesh.world_size)
 
-    def _used_bytes(self) -> int:
-        if self._is_cuda:
-            return used_bytes(self._mesh.device)
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
     def _write_timeline(self) -> None:
         exposed_s, self._exposed_s = self._exposed_s, 0.0
         for timeline in self._timelines:
             line: dict[str, Any] = {"time": round(time.time(), 4), "phase": self.phase,
-                                    "used_gib": self._used_bytes() / GIB, "exposed_s": round(exposed_s, 4)}
+                                    "used_gib": used_bytes(self._mesh.device) / GIB, "exposed_s": round(exposed_s, 4)}
             tenants = {t.value: size for t, size in self._offloader.bytes_on_device().items()} | self._engine_there()
             line["tenants_gib"] = {name: size / GIB for name, size in tenants.items()}
             line["moves"] = [{"direction": m.direction, "gib": {t.value: n / GIB for t, n in m.tenants.items()},

@@ -376,11 +376,12 @@ def device_bytes(device: torch.device) -> int | None:
 
 
 def used_bytes(device: torch.device) -> int:
-    """Memory in use on a GPU, by the driver; 0 for the host."""
-    if device.type != "cuda":
-        return 0
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    return total_bytes - free_bytes
+    """Memory in use on a GPU, by the driver; for the host this process's."""
+    if device.type == "cuda":
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        return total_bytes - free_bytes
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def say_error(text: str) -> None:

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spmd_rl.adoption import Adoption
 from spmd_rl.batch import Completion, Prompt
 from spmd_rl.config import Config, ConfigError, RolloutConfig
-from spmd_rl.load_plan import Adoption, LoadPlan, Unplannable, Weight, record
+from spmd_rl.load_plan import LoadPlan, Unplannable, Weight, record
 from spmd_rl.mesh import Mesh, preserved_process_state, say_once, used_bytes
 
 SHARED_MEMORY = "spmd_rl"  # first part of the names in /dev/shm
@@ -88,7 +89,7 @@ class Rollout:
             self.state, self.version = EngineState.READY, 0
         else:
             self.sleep()
-        self.always_bytes = max(0, used_bytes(mesh.device) - used_before)
+        self.always_bytes = max(0, used_bytes(mesh.device) - used_before) if mesh.device.type == "cuda" else 0
         """Device memory that it has in every phase: what sleep leaves (CUDA graphs, kernels, buffers), or all of it. By
         the driver: what other processes took of the device meanwhile counts."""
 

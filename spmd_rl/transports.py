@@ -16,6 +16,7 @@ from spmd_rl import handles
 from spmd_rl.handles import Handle, Place
 from spmd_rl.load_plan import Span, Weight
 from spmd_rl.mesh import Mesh
+from spmd_rl.offload import bytes_of
 
 
 class Transport(Protocol):
@@ -264,9 +265,8 @@ def why_not_ipc(mesh: Mesh, held: Sequence[Weight], exchanges: bool) -> str | No
         return None
     hosts = {host for host, *_ in ranks}
     numbers = sorted({sum(host == other for other, *_ in ranks) for host in hosts})
-    if len(hosts) > 1 and not all(whole for _, _, whole, _ in ranks):
-        if len(numbers) > 1 or numbers == [1]:
-            return f"weights are sharded over {len(hosts)} hosts of {' and '.join(map(str, numbers))} ranks"
+    if len(hosts) > 1 and not all(whole for _, _, whole, _ in ranks) and (len(numbers) > 1 or numbers == [1]):
+        return f"weights are sharded over {len(hosts)} hosts of {' and '.join(map(str, numbers))} ranks"
     needed = sum(size for host, _, _, size in ranks if host == place.host)
     if len(hosts) > 1:
         needed += 2 * sum(size for _, _, _, size in ranks)  # BetweenHosts' buffers, at most
@@ -290,7 +290,7 @@ def _trial(mesh: Mesh, place: Place, needed: int, reads: Sequence[bool]) -> str 
             continue
         try:
             storage, = (handles.open_handle(handle, place) for handle in mesh.mine(from_peer))
-            seen = torch.empty(0, dtype=torch.int64, device=storage.device).set_(storage)[0].item()
+            seen = bytes_of(storage).view(torch.int64)[0].item()
             del storage
             if seen != rank:
                 reason = f"rank {own_rank} reads {seen} in rank {rank}'s memory"

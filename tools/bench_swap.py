@@ -19,10 +19,11 @@ import torch
 
 from spmd_rl.batch import Completion, pack, plan_step
 from spmd_rl.config import BatchConfig, Config, LossConfig, MeshConfig, ModelConfig, PolicyConfig, RunConfig
+from spmd_rl.load_plan import Weight
 from spmd_rl.memory import claim_workspaces
-from spmd_rl.mesh import Mesh
+from spmd_rl.mesh import Mesh, used_bytes
 from spmd_rl.model import load_hf_config
-from spmd_rl.offload import HostMemory, Offloader, Tenant
+from spmd_rl.offload import HostMemory, Offloader, Tenant, bytes_of
 from spmd_rl.plan import POLICY
 from spmd_rl.policy import Policy
 
@@ -56,7 +57,7 @@ def measure(args: argparse.Namespace, mesh: Mesh) -> dict[str, object]:
     """All figures, by name."""
     is_cuda = mesh.device.type == "cuda"
     claim_workspaces(mesh.device)
-    context = used_bytes(mesh)
+    context = used_bytes(mesh.device)
     config = Config(run=RunConfig(max_steps=args.cycles + 2), model=ModelConfig(path=args.model, dtype=args.dtype),
                     batch=BatchConfig(max_tokens_per_microbatch=args.tokens),
                     loss=LossConfig(importance_sampling_correction=False), policy=PolicyConfig(zero_stage=args.stage))
@@ -68,7 +69,7 @@ def measure(args: argparse.Namespace, mesh: Mesh) -> dict[str, object]:
     storages = policy.storages()
     walk = time.perf_counter() - start
     sizes = {tenant.value: sum(s.nbytes() for s in found) / GIB for tenant, found in storages.items()}
-    before = digest(policy)
+    before = digest(policy, mesh.device)
     start = time.perf_counter()
     cycle(mover, mesh)
     first = time.perf_counter() - start
@@ -82,7 +83,7 @@ def measure(args: argparse.Namespace, mesh: Mesh) -> dict[str, object]:
         for name, moved in (("out", out), ("in", back)):
             rates[name].append(moved.copied_bytes / 1e9 / moved.seconds())
         drift.append((left, reserved, psutil.Process().memory_info().rss, len(os.listdir("/proc/self/fd"))))
-    is_equal = digest(policy) == before
+    is_equal = digest(policy, mesh.device) == before
     step(policy, mesh, args.tokens)  # still trains
     left_after_step = cycle(mover, mesh)[1]
     result: dict[str, object] = {
@@ -115,7 +116,7 @@ def cycle(mover: Offloader, mesh: Mesh) -> tuple[tuple, int, int]:
     if mesh.device.type == "cuda":
         torch.cuda.empty_cache()  # what is measured is what the driver could give to another
         reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    left = used_bytes(mesh)
+    left = used_bytes(mesh.device)
     if mesh.device.type == "cuda":
         time.sleep(AWAY_S)  # until the driver has cleared what was freed, as in a run
     back = mover.enter(POLICY)
@@ -137,17 +138,10 @@ def step(policy: Policy, mesh: Mesh, num_tokens: int) -> None:
     policy.step()
 
 
-def digest(policy: Policy) -> list[tuple[str, int]]:
-    """A weighted sum of each storage's 32-bit words: a changed or moved one changes it."""
-    found = []
-    for tenant, storages in policy.storages().items():
-        for storage in storages if tenant is not Tenant.SCRATCH else ():
-            view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            words = view[:len(view) // 4 * 4].view(torch.int32)
-            total = sum(int((part * (torch.arange(len(part), device=part.device) % 8191 + 1)).sum())
-                        for part in words.split(2**26))
-            found.append((tenant.value, total))
-    return found
+def digest(policy: Policy, device: torch.device) -> list[tuple[str, int]]:
+    """A number for each storage's bits."""
+    return [(tenant.value, Weight.of(tenant.value, bytes_of(storage)).fingerprint(device))
+            for tenant, storages in policy.storages().items() if tenant is not Tenant.SCRATCH for storage in storages]
 
 
 def deepspeed_calls(policy: Policy, mesh: Mesh, context: int) -> object:
@@ -165,7 +159,7 @@ def deepspeed_calls(policy: Policy, mesh: Mesh, context: int) -> object:
                 seconds[name].append(time.perf_counter() - start)
                 if name == "out":
                     torch.cuda.empty_cache()  # as above
-                    left = used_bytes(mesh)
+                    left = used_bytes(mesh.device)
     except (AssertionError, RuntimeError, AttributeError, ValueError) as error:
         return f"refused: {type(error).__name__} {error}"
     return [round(num_bytes / 1e9 / seconds[name][-1], 1) for name in seconds] + [round((left - context) / GIB, 2)]
@@ -186,14 +180,6 @@ def floor(mesh: Mesh) -> list[float]:
             seconds.append(time.perf_counter() - start)
         rates.append(round(FLOOR_BYTES / 1e9 / statistics.median(seconds), 1))
     return rates
-
-
-def used_bytes(mesh: Mesh) -> int:
-    """By the driver; this process's on a CPU."""
-    if mesh.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(mesh.device)
-        return total - free
-    return psutil.Process().memory_info().rss
 
 
 def spread(values: list[float]) -> str:

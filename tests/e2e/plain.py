@@ -8,7 +8,7 @@ import os
 
 import vllm._custom_ops
 
-from spmd_rl import load_plan
+from spmd_rl import adoption, load_plan
 from spmd_rl.train import main
 from spmd_rl.watchdog import leave
 
@@ -22,7 +22,7 @@ if __name__ == "__main__":
     if os.environ.get("ENGINE") != "repacked":
         vllm._custom_ops._supports_onednn = False
     if os.environ.get("ENGINE") == "apart":
-        load_plan.LARGE_BYTES = 2**10  # a tiny model's parameters are placed too
+        adoption.LARGE_BYTES = 2**10  # a tiny model's parameters are placed too
         load_plan.LoadPlan.shared_views = no_views
     main()
     leave(0)

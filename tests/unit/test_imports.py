@@ -10,9 +10,9 @@ from spmd_rl import __file__ as package_file
 
 # A module imports modules of lower levels only, never its own level's.
 LEVELS = {
-    "__init__": 0, "config": 0, "slurm": 0, "flops": 0, "watchdog": 0,
-    "files": 1, "mesh": 1, "signals": 1, "batch": 1, "attention": 1, "logprobs": 1, "layers": 1, "offload": 1,
-    "shards": 1, "rows": 1, "profiling": 1, "system": 1, "reward_functions": 1, "handles": 1, "load_plan": 1,
+    "__init__": 0, "config": 0, "slurm": 0, "flops": 0, "watchdog": 0, "offload": 0, "load_plan": 0,
+    "files": 1, "mesh": 1, "signals": 1, "batch": 1, "attention": 1, "logprobs": 1, "layers": 1, "adoption": 1,
+    "shards": 1, "rows": 1, "profiling": 1, "system": 1, "reward_functions": 1, "handles": 1,
     "advantages": 2, "losses": 2, "model": 2, "run_folder": 2, "plan": 2, "sinks": 2, "reward_pool": 2, "recording": 2,
     "transports": 2,
     "between_hosts": 3, "prompts": 3, "rollout": 3, "policy": 3, "metrics": 3, "checks": 3, "rewards": 3,
