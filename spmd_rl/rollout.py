@@ -390,6 +390,9 @@ def engine_arguments(config: Config, mesh: Mesh, sleeps: bool, shared: Sequence[
         # It still wants this share of the device to be free at the start, and takes the cache from its own field.
         share = min(r.gpu_memory_utilization, 0.05)
         fixed = {"kv_cache_memory_bytes": int(r.kv_cache_gib * 2**30)}
+    if mesh.device.type == "cpu":
+        # After a part of a prompt vLLM turns its request's generator back, and on a CPU they cannot be.
+        fixed = {"enable_chunked_prefill": False}
     return dict(
         model=config.model.path, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code,
         load_format=SHARED_FORMAT if shared else "dummy", distributed_executor_backend="external_launcher",

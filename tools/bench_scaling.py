@@ -3,9 +3,11 @@
     python tools/bench_scaling.py --model data/qwen3-1.7b --train data/qwen3-1.7b-train.jsonl --ranks 1,2,4 --stage 2
     python tools/bench_scaling.py --model DIR --train FILE --ranks 1,2 --stage 3 --device cpu --steps 4
 
-Each count is a run of the program under torchrun. Medians are over the steps after --warm_up; efficiency is tokens/s
-a rank over those of the first count. With several GPUs the floor of a ZeRO-3 sync is what a rank reads of its
-peers over a copy's bandwidth between two GPUs, measured first.
+Each count is a run of the program under torchrun, --repeats times in turns: else the machine's first minutes, with cold
+caches, count against one of them. Medians are over the steps after --warm_up; efficiency is tokens/s a rank over those
+of the first count; lag is how much longer the slowest rank samples than the fastest. With several GPUs the floor of a
+ZeRO-3 sync is what a rank reads of its peers over a copy's bandwidth between two GPUs, measured first. JSON has each
+step's seconds too.
 """
 
 import argparse
@@ -25,7 +27,8 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 PHASES = ("step", "rollout", "learn", "sync", "swap")
-COLUMNS = (*PHASES, "tokens/s a rank", "efficiency", "sync floor", "load", "GiB rollout", "GiB train")
+COLUMNS = (*PHASES, "lag", "tokens/s a rank", "efficiency", "sync floor", "load", "GiB rollout", "GiB train")
+OF_A_STEP = (*(f"timing/{phase}" for phase in PHASES), "timing/rollout_lag", "perf/cpu_utilization")
 PROBE_BYTES = 2**30
 
 
@@ -37,19 +40,19 @@ def main() -> None:
         # In a process of its own: what it leaves on two of the GPUs would be missing in the runs.
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
             bandwidth = pool.submit(peer_bandwidth).result()
-    results = []
-    print(f"{'ranks':>5}" + "".join(f"{name:>16}" for name in COLUMNS))
-    for ranks in args.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            rows = run(args, ranks, Path(folder))
-        result = summary(rows[args.warm_up:], ranks, bandwidth if args.stage == 3 else None)
-        first = results[0] if results else result
-        result["efficiency"] = result["tokens/s a rank"] / first["tokens/s a rank"]
-        results.append(result)
-        print(f"{ranks:>5}" + "".join(f"{shown(result.get(name)):>16}" for name in COLUMNS), flush=True)
-        if args.out:  # after each: a later count may not end
-            found = {"options": vars(args), "peer_gb_per_s": bandwidth, "runs": results}
-            Path(args.out).write_text(json.dumps(found, indent=1))
+    rows: dict[int, list[dict]] = {ranks: [] for ranks in args.ranks}
+    for _ in range(args.repeats):
+        for ranks in args.ranks:
+            with tempfile.TemporaryDirectory() as folder:
+                rows[ranks] += run(args, ranks, Path(folder))[args.warm_up:]
+            if args.out:  # after each: a later one may not end
+                found = {"options": vars(args), "peer_gb_per_s": bandwidth, "runs": summaries(rows, args, bandwidth)}
+                Path(args.out).write_text(json.dumps(found, indent=1))
+    table: list[tuple[str, ...]] = [("ranks", *COLUMNS)]
+    for result in summaries(rows, args, bandwidth):
+        table.append((str(result["ranks"]), *(shown(result.get(name)) for name in COLUMNS)))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    print("\n".join("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in table))
 
 
 def parse_args() -> argparse.Namespace:
@@ -67,12 +70,15 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max_completion_length", type=int, default=1024)
     parser.add_argument("--gpu_memory_utilization", type=float, default=0.4)
     parser.add_argument("--transport", default="auto", help="weight_sync.transport")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=10, help="a run")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each count")
     parser.add_argument("--warm_up", type=int, default=2, help="steps that are left out")
     parser.add_argument("--out", help="JSON file")
     args = parser.parse_args()
     if args.steps <= args.warm_up:
         parser.error(f"--steps {args.steps} leaves none after --warm_up {args.warm_up}")
+    if args.repeats < 1 or len(set(args.ranks)) < len(args.ranks):
+        parser.error("--repeats is 1 or more, and --ranks names each count once")
     return args
 
 
@@ -104,20 +110,29 @@ def run(args: argparse.Namespace, ranks: int, folder: Path) -> list[dict]:
     return [row for row in map(json.loads, lines) if "timing/step" in row]
 
 
+def summaries(rows: dict[int, list[dict]], args: argparse.Namespace, bandwidth: float | None) -> list[dict]:
+    """One of each count that has run."""
+    results = [summary(own, ranks, bandwidth if args.stage == 3 else None) for ranks, own in rows.items() if own]
+    for result in results:
+        result["efficiency"] = result["tokens/s a rank"] / results[0]["tokens/s a rank"]
+    return results
+
+
 def summary(rows: list[dict], ranks: int, peer_gb_per_s: float | None) -> dict:
-    """Medians over steps."""
+    """Medians over steps, and the steps."""
     def median(name: str) -> float | None:
         found = [row[name] for row in rows if name in row]
         return statistics.median(found) if found else None
 
     result: dict = {"ranks": ranks, "steps": len(rows)} | {phase: median(f"timing/{phase}") for phase in PHASES}
     result["tokens/s a rank"] = statistics.median(row["num_tokens"] / row["timing/step"] / ranks for row in rows)
-    result["load"] = median("perf/load_max_over_mean")
+    result["lag"], result["load"] = median("timing/rollout_lag"), median("perf/load_max_over_mean")
     for phase in ("rollout", "train"):
         result[f"GiB {phase}"] = median(f"memory/{phase}_gib")
     if peer_gb_per_s and ranks > 1:
         from_peers = rows[0]["perf/sync_gib"] * 2**30 * (ranks - 1) / ranks
         result["sync floor"] = from_peers / 1e9 / peer_gb_per_s
+    result["of a step"] = {name: [row.get(name) for row in rows] for name in OF_A_STEP}
     return result
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import time
 
 import psutil
@@ -29,6 +30,7 @@ from spmd_rl.policy import Policy
 
 GIB = 2**30
 FLOOR_BYTES = 2 * GIB
+CONTEXT_BYTES = 2 * GIB  # more than any CUDA context, with NCCL's
 # In a run seconds pass while states are away. The driver clears what was freed then; a return at once waits for that.
 AWAY_S = 0.3
 
@@ -58,6 +60,9 @@ def measure(args: argparse.Namespace, mesh: Mesh) -> dict[str, object]:
     is_cuda = mesh.device.type == "cuda"
     claim_workspaces(mesh.device)
     context = used_bytes(mesh.device)
+    if is_cuda and context > CONTEXT_BYTES:
+        sys.exit(f"{context / GIB:.1f} GiB of the GPU are in use before this begins, by other processes: what is left "
+                 "of its own could not be told")
     config = Config(run=RunConfig(max_steps=args.cycles + 2), model=ModelConfig(path=args.model, dtype=args.dtype),
                     batch=BatchConfig(max_tokens_per_microbatch=args.tokens),
                     loss=LossConfig(importance_sampling_correction=False), policy=PolicyConfig(zero_stage=args.stage))

@@ -36,6 +36,7 @@ def test_engine_arguments_follow_the_config(mesh: Mesh):
     assert found["logprobs_mode"] == "processed_logprobs" and found["generation_config"] == "vllm"
     assert found["load_format"] == "dummy" and found["distributed_executor_backend"] == "external_launcher"
     assert found["max_num_seqs"] == 4 and found["enable_sleep_mode"] is False
+    assert found["enable_chunked_prefill"] is False
 
 
 @pytest.mark.parametrize("kv_cache_gib, share", [(0.0, 0.9), (4.0, 0.05)])
@@ -49,6 +50,7 @@ def test_the_engines_share_counts_what_it_adds(kv_cache_gib, share):
     found = engine_arguments(config, on_gpu, True, weights)
     assert found["gpu_memory_utilization"] == pytest.approx(share) and found["load_format"] == "spmd_rl"
     assert engine_arguments(config, on_gpu, True)["load_format"] == "dummy"
+    assert "enable_chunked_prefill" not in found
 
 
 @pytest.mark.parametrize("is_reset", [True, False])
