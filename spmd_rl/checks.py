@@ -56,9 +56,10 @@ REFUSED_RAW = {
     "deepspeed.tensor_parallel": "tensor-parallel training",
 }
 REFUSED_ZERO = {
-    "zero_optimization.zero_hpz_partition_size": "weights with a second shard are not supported",
-    "zero_optimization.mics_shard_size": "weights with a second shard are not supported",
+    "zero_optimization.mics_shard_size": "weights that are sharded within groups of ranks only are not supported",
     "zero_optimization.zero_quantized_weights": "the policy would compute with other weights than the sampler",
+    "zero_optimization.zero_quantized_nontrainable_weights": "the reference would compute with other weights than its "
+                                                             "own",
 }
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
@@ -71,6 +72,7 @@ def validate(config: Config, world_size: int) -> None:
     _check_ranges(config)
     _check_division(config, world_size)
     _check_raw(config)
+    _check_second_shards(config, world_size)
     _check_files(config)
     _check_allocator()
 
@@ -287,6 +289,16 @@ def _check_raw(c: Config) -> None:
             owner = next((owned[p] for p in _prefixes(path) if p in owned), None)
             if owner:
                 raise ConfigError(f"{section}.{path} is {value!r}: set by {owner}; set that and remove this")
+
+
+def _check_second_shards(c: Config, world_size: int) -> None:
+    """ZeRO++'s hpZ."""
+    name, group = "zero_hpz_partition_size", c.deepspeed.get("zero_optimization", {}).get("zero_hpz_partition_size")
+    if not _asks_for_nothing(group):
+        _require(c.policy.zero_stage == 3, f"deepspeed.zero_optimization.{name}", group,
+                 "weights are sharded at policy.zero_stage 3 only: set that, or remove this")
+        _require(type(group) is int and group > 0 and world_size % group == 0, f"deepspeed.zero_optimization.{name}",
+                 group, f"it must divide the number of ranks, {world_size}: set how many a host has")
 
 
 def _asks_for_nothing(value: Any) -> bool:

@@ -4,7 +4,7 @@ and a wrapper that returns log-probs of packed rows in place of logits."""
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -190,7 +190,16 @@ def build_sharded(config: ModelConfig, hf_config: Any, logprob_memory_gib: float
         start = shard_index * shard.numel()
         mine = whole.view(-1)[start:start + shard.numel()]  # the last rank's shard ends in padding
         shard.view(-1)[:mine.numel()].copy_(mine)
+    drop_second_shards(named.values())
     return LogprobModel(lm, logprob_memory_gib)
+
+
+def drop_second_shards(parameters: Iterable[Any]) -> None:
+    """Forget what ZeRO++ (hpZ) keeps of each parameter a second time within a group of ranks; the next forward makes it
+    anew. DeepSpeed gathers from it as long as it is there, whatever has become of the shards since."""
+    for parameter in parameters:
+        if getattr(parameter, "ds_secondary_tensor", None) is not None:
+            parameter.ds_secondary_tensor = None
 
 
 def _restore_buffers(lm: Any, config: ModelConfig, hf_config: Any) -> None:

@@ -196,10 +196,12 @@ def _others(config: Config, model: ModelShape, world_size: int, device_bytes: in
     bucket = max(config.weight_sync.bucket_mib * 2**20, model.largest_parameter * width)
     # What is gathered, and what comes from other hosts: both at the first sync, which compares them.
     staging = 2 * min(bucket, model.num_parameters * width) if stage == 3 else 0
+    group = int(config.deepspeed.get("zero_optimization", {}).get("zero_hpz_partition_size") or 1)
+    second = {"second shards": -(-model.num_parameters // group) * width if stage == 3 and group > 1 else 0}
     return {
         "rollout": {"engine's work": _engine_work(config, model)} | context,
-        "reference": {"activations": forward + gathered} | context,
-        "train": {"activations": saved + head + gathered, "reduce buckets": buckets} | context,
+        "reference": {"activations": forward + gathered} | second | context,
+        "train": {"activations": saved + head + gathered, "reduce buckets": buckets} | second | context,
         "sync": {"staging": staging} | context,
     }
 

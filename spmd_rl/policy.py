@@ -5,6 +5,7 @@ is a part of one sum over all ranks, so it is multiplied by their number, and De
 accumulation steps is off.
 """
 
+import contextlib
 import logging
 import math
 import os
@@ -83,7 +84,8 @@ class Engine:
         self._held_where: list[tuple[int, int]] = []
         if self.zero_stage == 3:
             # Without dtype, which it misreads where the accelerator has no fp16: it follows from ds_config.
-            shard_init = deepspeed.zero.Init(config_dict_or_path=ds_config)
+            shard_init = deepspeed.zero.Init(config_dict_or_path=ds_config,
+                                             zero_param_parallel_group=second_shards_group(ds_config))
             self.model = model.build_sharded(config.model, hf_config, config.policy.logprob_memory_gib, shard_init,
                                              self._shard_index)
         else:
@@ -185,8 +187,11 @@ class Engine:
     def _all_storages(self) -> list[torch.UntypedStorage]:
         return reachable_storages([self.engine.optimizer, list(self.model.parameters())], ("deepspeed", "torch"))
 
-    def _gathered(self, parameters: list[torch.nn.Parameter]) -> Any:
-        return self._deepspeed.zero.GatheredParameters(parameters, enabled=self.zero_stage == 3)
+    @contextlib.contextmanager
+    def _gathered(self, parameters: list[torch.nn.Parameter]) -> Iterator[None]:
+        with self._deepspeed.zero.GatheredParameters(parameters, enabled=self.zero_stage == 3):
+            yield
+        model.drop_second_shards(parameters)  # else they would be there in phases that nobody planned them in
 
     def close(self) -> None:
         """Drop DeepSpeed's hooks and buffers; process groups end with the default one."""
@@ -269,6 +274,7 @@ class Policy(Engine):
         norm = float(self.engine.get_global_grad_norm()) if norm is None else norm
         self._nonfinite_in_a_row = 0 if is_applied else self._nonfinite_in_a_row + 1
         if not is_applied:
+            model.drop_second_shards(self.model.parameters())  # a step that is applied does
             self._report_skipped(norm)
         return StepResult(learning_rate, norm, is_applied)
 
@@ -413,6 +419,12 @@ class Reference(Engine):
         self.model.requires_grad_(False)
         self.engine, *_ = self._deepspeed.initialize(model=self.model, config=ds_config)
 
+    def score(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
+        """As for any engine."""
+        scores = super().score(micro_batches)
+        model.drop_second_shards(self.model.parameters())  # no optimizer step will
+        return scores
+
     @torch.no_grad()
     def move_towards(self, policy: Policy, share: float) -> None:
         """reference = share * policy + (1 - share) * reference, each rank its own part (TR-DPO, Gorbatovski 2024)."""
@@ -453,6 +465,7 @@ class Reference(Engine):
         for _, parameter in self.named_parameters() if self.zero_stage == 3 else ():
             if parameter.ds_status.name == "AVAILABLE":  # type: ignore[attr-defined]
                 parameter.partition()  # type: ignore[attr-defined]
+        model.drop_second_shards(self.model.parameters())
 
 
 def row_lengths(max_tokens: int, max_model_len: int) -> list[int]:
@@ -483,6 +496,15 @@ def deepspeed_config(config: Config, stage: int) -> dict[str, Any]:
         # In bf16 a sum stops growing once an addend is below 2^-9 of it: the gradient of many rows would be too small.
         ours["data_types"] = {"grad_accum_dtype": "fp32"}
     return _merge(ours, config.deepspeed)
+
+
+def second_shards_group(ds_config: dict[str, Any]) -> Any:
+    """The ranks among which ZeRO++'s hpZ shards weights again, where an earlier engine made the group: DeepSpeed makes
+    it once, and refuses to for a second one."""
+    from deepspeed.utils import groups
+
+    has_group = ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
+    return groups._get_zero_param_intra_parallel_group() if has_group else None
 
 
 def _merge(ours: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:

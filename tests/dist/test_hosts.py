@@ -157,17 +157,19 @@ def rows_of(folder):
 @pytest.mark.long
 @needs_cpu_engine
 def test_shards_cross_the_network_once_a_host(hosts, models, tmp_path):
-    """ZeRO-3 with two ranks on each host: `auto` takes handles within a host and gathers between them, and the steps
-    are those of four ranks of one host that gather everything."""
+    """ZeRO-3 with two ranks on each host: `auto` takes handles within a host and gathers between them, also where each
+    host shards the weights again, and the steps are those of four ranks of one host that gather everything."""
     train = write_jsonl(tmp_path / "train.jsonl", make_rows(64, seed=1))
 
-    def config_of(name, transport):
+    def config_of(name, transport, **zero):
         return str(write_config(tmp_path / f"{name}.yaml", models["tied"], train, tmp_path / name,
                                 policy={"zero_stage": 3, "optimizer": "adamw", "learning_rate": 0.01},
-                                weight_sync={"transport": transport}, memory={"swap": "always"}))
+                                weight_sync={"transport": transport}, memory={"swap": "always"},
+                                deepspeed={"zero_optimization": zero} if zero else {}))
 
     envs = [launched(rank, master=0, a_host=2) for rank in range(4)]
-    several = hosts.run(["-m", "spmd_rl.train", "--config", config_of("several", "auto")], envs, 300)
+    several = hosts.run(["-m", "spmd_rl.train", "--config", config_of(
+        "several", "auto", zero_hpz_partition_size=2, stage3_param_persistence_threshold=100)], envs, 300)
     for finished in several:
         finished.succeeded()
     assert "weight sync: ipc (between hosts by gathers)" in several[0].output

@@ -16,6 +16,9 @@ CORE_ROWS = {1: "one-row", 2: "some-rows", 4: "row-each"}
 FAMILY_STAGES = {loss: 2 + number % 2 for number, loss in enumerate(LOSSES)}  # the sharded ones by turns
 SHARED_ROWS = {1: "shared", 2: "shared-rows", 4: "shared-split"}
 UNTIED = ["dapo", "grpo-kl"]
+# Weights sharded over all ranks and again within pairs of them, the smallest ones (of 64) kept whole.
+SECOND = {"deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 100}}}
+SECOND_LOSSES = ["dapo", "kl-moving"]
 WHOLE_ROWS = [*COPIES, "shared-rows"]
 BF16_ROWS = ["one-row", "row-each", "shared"]
 
@@ -26,6 +29,8 @@ def core_cells(num_ranks):
     cells = [cell_of(stage, rows[num_ranks], "dapo") for stage in STAGES for rows in (CORE_ROWS, SHARED_ROWS)]
     if num_ranks == 1:
         cells += [cell_of(0, "shared-split", loss) for loss in LOSSES]
+    if num_ranks == 4:
+        cells += [cell_of(3, "some-rows", loss, **SECOND) for loss in SECOND_LOSSES]
     stages = {1: dict.fromkeys(LOSSES, 0), 2: FAMILY_STAGES, 4: {}}[num_ranks]
     return cells + [cell_of(stage, CORE_ROWS[num_ranks], loss) for loss, stage in stages.items() if loss != "dapo"]
 
@@ -90,6 +95,17 @@ def test_shared_prompts_change_no_loss(learned, loss):
     """The same for every loss, with groups cut into parts of 20 tokens."""
     cell = learned.cell("core", 1, 0, "shared-split", loss)
     assert_same(cell, learned.cell("core", *STANDARD, loss), loss)
+
+
+@pytest.mark.parametrize("loss", SECOND_LOSSES)
+def test_second_shards_change_no_step(learned, loss):
+    """ZeRO++'s hpZ: four ranks in pairs; backward gathers within a pair. DeepSpeed makes a pair's shards when it makes
+    the model, before there are weights, and gathers from them as long as they are there. None is left after a step,
+    and none of the reference, which has moved."""
+    results, weights = learned.cell("core", 4, 3, "some-rows", loss)
+    assert_same((results, weights), learned.cell("core", *STANDARD, loss), loss)
+    most, *left = results[-1]["second_shards"]
+    assert most > 0 and not any(left) and len(left) == 1 + (loss == "kl-moving")
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -20,6 +20,8 @@ def cell(stage, dtype="bfloat16", optimizer="adamw", offload_optimizer=False, re
 CELLS = {f"stage{stage}-{dtype}": cell(stage, dtype) for stage in STAGES for dtype in ("bfloat16", "float32")}
 CELLS |= {f"stage{stage}-sgd": cell(stage, "float32", "sgd") for stage in (0, 2)}
 CELLS |= {f"stage{stage}-offload": cell(stage, offload_optimizer=True) for stage in (2, 3)}
+CELLS["stage3-second-shards"] = cell(3) | {"raw": {"zero_hpz_partition_size": 2,
+                                                   "stage3_param_persistence_threshold": 100}}
 TWINS = list(CELLS)
 CELLS |= {f"reference{stage}": cell(stage, reference=True) for stage in (0, 3)}
 REFERENCES = [name for name in CELLS if name not in TWINS]

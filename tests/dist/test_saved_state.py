@@ -14,6 +14,8 @@ from spmd_rl.model import weight_files
 from spmd_rl.shards import Shards
 
 WORKER = str(ROOT / "tests" / "dist" / "worker_checkpoint.py")
+# The smallest weights stay whole between forwards.
+SECOND = {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 1000}
 CELLS = [dict(name=f"{dtype}-{stage}", stage=stage, dtype=dtype, skips=dtype == "bfloat16")
          for dtype in ("float32", "bfloat16") for stage in (0, 1, 2, 3)]
 # A reference that moves: whole on each rank beside stages 0 to 2, sharded beside 3.
@@ -21,10 +23,11 @@ CELLS += [dict(name=f"reference-{stage}", stage=stage, dtype="float32", referenc
 # States on the host, several optimizer groups of one shard.
 CELLS += [dict(name=name, stage=int(name[-1]), dtype="bfloat16", raw=raw) for name, raw in {
     "offload-2": {"offload_optimizer": {"device": "cpu"}}, "offload-3": {"offload_optimizer": {"device": "cpu"}},
-    "groups-3": {"sub_group_size": 50_000}}.items()]
+    "groups-3": {"sub_group_size": 50_000}, "second-shards-3": SECOND}.items()]
+CELLS.append(dict(name="reference-second-shards-3", stage=3, dtype="float32", reference=True, raw=SECOND))
 BY_NAME = {cell["name"]: cell for cell in CELLS}
 NAMES = list(BY_NAME)
-CORE = ["float32-2", "bfloat16-0", "bfloat16-1", "bfloat16-3", "reference-3"]
+CORE = ["float32-2", "bfloat16-0", "bfloat16-1", "bfloat16-3", "reference-3", "reference-second-shards-3"]
 # (ranks, cells of one launch)
 LAUNCHES = [(2, CORE), *(pytest.param((ranks, NAMES), marks=pytest.mark.long) for ranks in (2, 1))]
 # Ranks that go on with what two ranks wrote -> (cell, stage there).
@@ -92,6 +95,14 @@ def test_what_is_loaded_is_what_was_saved(cells):
     for found in (rank for ranks, _ in cells for rank in ranks):
         for loaded, saved in (("loaded", found["straight"][1]), ("loaded again", found["resumed"][0])):
             assert found[loaded] == {name: saved[name] for name in ("weights", "optimizer")}
+
+
+def test_second_shards_change_no_bit(launches):
+    """ZeRO++'s hpZ with a reference that moves after each step: DeepSpeed would go on with what a weight was before."""
+    cells = launches.straight(2, *CORE)
+    with_second, without = (cells[name][0] for name in ("reference-second-shards-3", "reference-3"))
+    assert [rank["straight"] for rank in with_second] == [rank["straight"] for rank in without]
+    assert all(step["kl"] > 0 for step in without[0]["straight"][2:])  # the first learning rate is 0
 
 
 def test_case_62_a_resumed_policy_learns_on_as_if_uninterrupted(cells):

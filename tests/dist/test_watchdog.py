@@ -1,7 +1,5 @@
 """Who is late and where is said before any process group's time-out, and a rank that vanishes ends the others."""
 
-import time
-
 import pytest
 from launching import ROOT, without_launcher
 
@@ -34,8 +32,7 @@ def test_case_74_a_slow_rank_within_the_limit_is_waited_for(phase):
 @pytest.mark.long
 def test_a_killed_rank_is_noticed_without_a_collective():
     """Kill -9 of rank 1 while rank 0 is busy by itself for 100 s: rank 0 ends within a minute, and says who is gone."""
-    start = time.monotonic()
-    finished = without_launcher(2, [WORKER, "killed", "reward", "1800"], timeout_s=90)
+    finished = without_launcher(2, [WORKER, "killed", "reward", "1800"], timeout_s=120)
     assert finished[0].returncode == 1 and finished[1].returncode == -9
     assert "rank 1 has vanished: no sign of life for 4" in finished[0].output
-    assert time.monotonic() - start < 60
+    assert finished[0].ended - finished[1].ended < 60

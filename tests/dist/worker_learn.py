@@ -64,7 +64,12 @@ def config_of(cell, model, num_steps):
     """The cell's config: what it says, over the defaults."""
     sections = {name: make(**cell.get(name, {})) for name, make in SECTIONS.items()}
     return Config(run=RunConfig(max_steps=num_steps), model=ModelConfig(path=model, dtype=cell.get("dtype", "float32")),
-                  **sections)
+                  deepspeed=cell.get("deepspeed", {}), **sections)
+
+
+def second_shards(engine):
+    """How many parameters have one now."""
+    return sum(getattr(p, "ds_secondary_tensor", None) is not None for p in engine.model.parameters())
 
 
 def run_cell(cell, job, mesh):
@@ -75,12 +80,13 @@ def run_cell(cell, job, mesh):
     reference = Reference(config, mesh, load_hf_config(config.model)) if config.loss.beta else None
     parts = Parts(config=config, mesh=mesh, metrics=metrics, tokenizer=None, sampler=None, rewards=None, rollout=None,
                   policy=policy, reference=reference, weight_sync=None, memory=Resident())
-    targets = []
+    targets, seconds = [], []
     forward_backward = policy.forward_backward
 
     def counted(micro_batches, loss):
         targets.append([mb.num_targets for mb in micro_batches])
         forward_backward(micro_batches, loss)
+        seconds.append(second_shards(policy))
 
     policy.forward_backward = counted
     results = []
@@ -91,6 +97,8 @@ def run_cell(cell, job, mesh):
         results.append(metrics.reduce() | {"targets": mesh.all_gather(list(targets))})
         targets.clear()
     weights = {name: tensor.clone() for name, tensor in policy.full_weights(2**20)}
+    engines = [policy, reference] if reference else [policy]
+    results[-1]["second_shards"] = [max(seconds), *map(second_shards, engines)]
     for path in mesh.on_main(lambda: [Path(job["folder"], cell["name"])]):
         save_file(weights, f"{path}.safetensors")
         Path(f"{path}.json").write_text(json.dumps(results))

@@ -43,7 +43,9 @@ class Broken(Exception):
 
 
 def config_of(cell, model):
-    raw = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}} if cell["offload_optimizer"] else {}
+    raw = {"zero_optimization": cell.get("raw", {})}
+    if cell["offload_optimizer"]:
+        raw["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     return Config(
         run=RunConfig(max_steps=len(worker_learn.STEPS) * 2), model=ModelConfig(path=model, dtype=cell["dtype"]),
         rollout=RolloutConfig(max_completion_length=16),

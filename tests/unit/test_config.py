@@ -471,6 +471,30 @@ def test_states_on_disk_are_refused(good, what):
         validate(good, 1)
 
 
+@pytest.mark.parametrize("group, stage, message", [
+    (2, 3, None), (4, 3, None), (1, 2, None), (0, 2, None), (3, 3, "must divide the number of ranks, 4"),
+    (8, 3, "must divide the number of ranks, 4"), (2, 2, "sharded at policy.zero_stage 3 only"),
+    (True, 3, "must divide"), ("2", 3, "must divide"), (-2, 3, "must divide")])
+def test_second_shards_are_of_groups_of_ranks(good, group, stage, message):
+    """ZeRO++'s hpZ: DeepSpeed would fail in an assertion once the model is being loaded, or do nothing."""
+    good.policy.zero_stage = stage
+    good.deepspeed = {"zero_optimization": {"zero_hpz_partition_size": group}}
+    if message is None:
+        validate(good, 4)
+        return
+    with pytest.raises(ConfigError, match=f"deepspeed.zero_optimization.zero_hpz_partition_size is .*{message}"):
+        validate(good, 4)
+
+
+@pytest.mark.parametrize("option", ["mics_shard_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights"])
+def test_weights_that_are_others_are_refused(good, option):
+    """Sharded within groups only, or quantised: the sampler, the reference or a checkpoint would have others."""
+    good.policy.zero_stage = 3
+    good.deepspeed = {"zero_optimization": {option: 2}}
+    with pytest.raises(ConfigError, match=f"deepspeed.zero_optimization.{option} is 2: .*; remove it"):
+        validate(good, 4)
+
+
 def test_gradients_dealt_out_in_turns_are_refused(good):
     """With 2 ranks an export of such a checkpoint had other weights than the policy; false asks for nothing."""
     good.deepspeed = {"zero_optimization": {"round_robin_gradients": False}}

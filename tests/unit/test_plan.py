@@ -154,6 +154,15 @@ def test_a_share_of_the_device_without_room_for_a_sequence_is_refused(transport,
         make_plan(config(**options), shape, 1, 100 * GIB)
 
 
+def test_second_shards_have_their_phases():
+    """ZeRO++'s hpZ: weights over the ranks of a group, beside forward and backward; nothing without it."""
+    for group, size in ((1, 0), (4, 50 * MB)):
+        options = config(policy={"zero_stage": 3}, loss={"beta": 0.1})
+        options.deepspeed = {"zero_optimization": {"zero_hpz_partition_size": group}}
+        others = make_plan(options, SHAPE, 8, 100 * GIB).others
+        assert [others[phase].get("second shards", 0) for phase in PHASES] == [0, size, size, 0]
+
+
 def test_the_table_adds_up():
     """Each column's last line is the sum of those above it."""
     plan = make_plan(config(loss={"beta": 0.1}, memory={"swap": "always"}), SHAPE, 2, 100 * GIB)
