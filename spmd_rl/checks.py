@@ -95,6 +95,7 @@ def validate_saved(config: Config, world_size: int) -> None:
              f"it must divide the number of ranks, {world_size}")
     _check_sampling(config)
     _check_raw(config)
+    _check_second_shards(config, world_size)
     _check_files(config)
     _check_allocator()
 
@@ -293,12 +294,22 @@ def _check_raw(c: Config) -> None:
 
 def _check_second_shards(c: Config, world_size: int) -> None:
     """ZeRO++'s hpZ."""
-    name, group = "zero_hpz_partition_size", c.deepspeed.get("zero_optimization", {}).get("zero_hpz_partition_size")
-    if not _asks_for_nothing(group):
-        _require(c.policy.zero_stage == 3, f"deepspeed.zero_optimization.{name}", group,
-                 "weights are sharded at policy.zero_stage 3 only: set that, or remove this")
-        _require(type(group) is int and group > 0 and world_size % group == 0, f"deepspeed.zero_optimization.{name}",
-                 group, f"it must divide the number of ranks, {world_size}: set how many a host has")
+    name = "deepspeed.zero_optimization.zero_hpz_partition_size"
+    group = c.deepspeed.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
+    _require(type(group) is int and group > 0 and world_size % group == 0, name, group,
+             f"it must divide the number of ranks, {world_size}: set how many a host has, or remove it")
+    _require(group == 1 or c.policy.zero_stage == 3, name, group,
+             "weights are sharded at policy.zero_stage 3 only: set that, or remove this")
+
+
+def check_cpu_engine(c: Config) -> None:
+    """Refuse what makes vLLM read parts of prompts on a CPU: requests have seeds, and it fails there."""
+    why = "on a CPU the engine has to read prompts whole"
+    for name in ("enable_chunked_prefill", "long_prefill_token_threshold"):
+        _require(not c.vllm.get(name), f"vllm.{name}", c.vllm.get(name), f"{why}; remove it")
+    tokens = c.vllm.get("max_num_batched_tokens", c.max_model_len)
+    _require(isinstance(tokens, int) and tokens >= c.max_model_len, "vllm.max_num_batched_tokens", tokens,
+             f"{why}: set {c.max_model_len} or more")
 
 
 def _asks_for_nothing(value: Any) -> bool:

@@ -47,7 +47,8 @@ def main_eval(args: list[str] | None = None) -> None:
         for prompts in sets.values():
             for line in left_out(prompts, config.data.max_prompt_length):
                 say_once(line)
-        check_device(config.mesh)
+        if check_device(config.mesh).type == "cpu":
+            checks.check_cpu_engine(config)
         rewards.start()
         return lambda: _in_ranks(config, lambda mesh: _evaluate(config, mesh, tokenizer, rewards, sets))
 

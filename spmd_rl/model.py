@@ -196,7 +196,8 @@ def build_sharded(config: ModelConfig, hf_config: Any, logprob_memory_gib: float
 
 def drop_second_shards(parameters: Iterable[Any]) -> None:
     """Forget what ZeRO++ (hpZ) keeps of each parameter a second time within a group of ranks; the next forward makes it
-    anew. DeepSpeed gathers from it as long as it is there, whatever has become of the shards since."""
+    anew. DeepSpeed's forward and backward gather from it as long as it is there, whatever has become of the shards
+    since."""
     for parameter in parameters:
         if getattr(parameter, "ds_secondary_tensor", None) is not None:
             parameter.ds_secondary_tensor = None

@@ -197,7 +197,8 @@ def _others(config: Config, model: ModelShape, world_size: int, device_bytes: in
     # What is gathered, and what comes from other hosts: both at the first sync, which compares them.
     staging = 2 * min(bucket, model.num_parameters * width) if stage == 3 else 0
     group = int(config.deepspeed.get("zero_optimization", {}).get("zero_hpz_partition_size") or 1)
-    second = {"second shards": -(-model.num_parameters // group) * width if stage == 3 and group > 1 else 0}
+    has_second = stage == 3 and group > 1 and _offload_device(config, "offload_param") in (None, "none")
+    second = {"second shards": -(-model.num_parameters // group) * width if has_second else 0}
     return {
         "rollout": {"engine's work": _engine_work(config, model)} | context,
         "reference": {"activations": forward + gathered} | second | context,
@@ -268,6 +269,8 @@ def _remedy(config: Config, phase: str, shares: bool) -> str:
         found.append(f"lower weight_sync.bucket_mib ({config.weight_sync.bucket_mib})")
     if p.zero_stage < 3:
         found.append(f"raise policy.zero_stage ({p.zero_stage}) on several GPUs")
+    if phase in ("train", "reference") and "zero_hpz_partition_size" in config.deepspeed.get("zero_optimization", {}):
+        found.append("remove deepspeed.zero_optimization.zero_hpz_partition_size")
     if phase == "train":
         found.append("set deepspeed.zero_optimization.offload_optimizer.device cpu")
     return ", ".join(found)

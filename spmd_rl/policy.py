@@ -189,9 +189,15 @@ class Engine:
 
     @contextlib.contextmanager
     def _gathered(self, parameters: list[torch.nn.Parameter]) -> Iterator[None]:
-        with self._deepspeed.zero.GatheredParameters(parameters, enabled=self.zero_stage == 3):
-            yield
-        model.drop_second_shards(parameters)  # else they would be there in phases that nobody planned them in
+        try:
+            with self._deepspeed.zero.GatheredParameters(parameters, enabled=self.zero_stage == 3):
+                yield
+        finally:  # what it puts back, DeepSpeed shards twice
+            model.drop_second_shards(parameters)
+
+    def drop_second_shards(self) -> None:
+        """Those of ZeRO++'s hpZ, which are planned for beside forward and backward alone."""
+        model.drop_second_shards(self.model.parameters())
 
     def close(self) -> None:
         """Drop DeepSpeed's hooks and buffers; process groups end with the default one."""
@@ -222,6 +228,7 @@ class Policy(Engine):
             optimizer.step = lambda: None
         self.engine, *_ = self._deepspeed.initialize(model=self.model, optimizer=optimizer, config=ds_config,
                                                      lr_scheduler=self._scheduler)
+        self.drop_second_shards()
         optimizer.step = take_step
         self.num_updates = 0
         self._is_last_row = True
@@ -274,7 +281,6 @@ class Policy(Engine):
         norm = float(self.engine.get_global_grad_norm()) if norm is None else norm
         self._nonfinite_in_a_row = 0 if is_applied else self._nonfinite_in_a_row + 1
         if not is_applied:
-            model.drop_second_shards(self.model.parameters())  # a step that is applied does
             self._report_skipped(norm)
         return StepResult(learning_rate, norm, is_applied)
 
@@ -422,7 +428,7 @@ class Reference(Engine):
     def score(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
         """As for any engine."""
         scores = super().score(micro_batches)
-        model.drop_second_shards(self.model.parameters())  # no optimizer step will
+        self.drop_second_shards()
         return scores
 
     @torch.no_grad()
@@ -465,7 +471,7 @@ class Reference(Engine):
         for _, parameter in self.named_parameters() if self.zero_stage == 3 else ():
             if parameter.ds_status.name == "AVAILABLE":  # type: ignore[attr-defined]
                 parameter.partition()  # type: ignore[attr-defined]
-        model.drop_second_shards(self.model.parameters())
+        self.drop_second_shards()
 
 
 def row_lengths(max_tokens: int, max_model_len: int) -> list[int]:
@@ -504,7 +510,7 @@ def second_shards_group(ds_config: dict[str, Any]) -> Any:
     from deepspeed.utils import groups
 
     has_group = ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
-    return groups._get_zero_param_intra_parallel_group() if has_group else None
+    return groups._get_zero_param_intra_parallel_group() if has_group else None  # all engines of a job have one size
 
 
 def _merge(ours: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:

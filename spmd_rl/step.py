@@ -174,6 +174,7 @@ def learn(parts: Parts, completions: Sequence[Completion]) -> None:
     for _ in range(config.loss.num_iterations):
         for rows, totals in updates:
             num_skipped += not update(parts, rows, totals, threshold)
+    parts.policy.drop_second_shards()  # an optimizer step does, where one was applied
     metrics.maximum("optimizer/skipped_steps", num_skipped)
     metrics.maximum("perf/num_microbatches", len(all_rows))
     metrics.maximum("perf/compilations", num_compilations() - compiled)

@@ -13,7 +13,7 @@ import time
 import torch
 
 from spmd_rl import checkpoint, run_folder
-from spmd_rl.checks import sampler_differences
+from spmd_rl.checks import check_cpu_engine, sampler_differences
 from spmd_rl.config import Config, ConfigError, parse
 from spmd_rl.evaluate import evaluate, first_accuracy
 from spmd_rl.export import export
@@ -39,6 +39,8 @@ def main(args: list[str] | None = None) -> None:
         world_size = Ranks.from_environment().world_size
         device = check_device(config.mesh)
         inputs = load_inputs(config, world_size) if config.run.replay is None else load_recorded(config, world_size)
+        if device.type == "cpu" and isinstance(inputs, Inputs):
+            check_cpu_engine(config)
         run_folder.check(config)
     except ConfigError as error:
         say_error(str(error))

@@ -44,7 +44,10 @@ def main() -> None:
     for _ in range(args.repeats):
         for ranks in args.ranks:
             with tempfile.TemporaryDirectory() as folder:
-                rows[ranks] += run(args, ranks, Path(folder))[args.warm_up:]
+                made = run(args, ranks, Path(folder))[args.warm_up:]
+            seconds = ", ".join(f"{row['timing/step']:.4g}" for row in made)
+            print(f"{ranks} ranks: a step takes {seconds} s", flush=True)
+            rows[ranks] += made
             if args.out:  # after each: a later one may not end
                 found = {"options": vars(args), "peer_gb_per_s": bandwidth, "runs": summaries(rows, args, bandwidth)}
                 Path(args.out).write_text(json.dumps(found, indent=1))
@@ -71,7 +74,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--gpu_memory_utilization", type=float, default=0.4)
     parser.add_argument("--transport", default="auto", help="weight_sync.transport")
     parser.add_argument("--steps", type=int, default=10, help="a run")
-    parser.add_argument("--repeats", type=int, default=1, help="runs of each count")
+    parser.add_argument("--repeats", type=int, default=2, help="runs of each count")
     parser.add_argument("--warm_up", type=int, default=2, help="steps that are left out")
     parser.add_argument("--out", help="JSON file")
     args = parser.parse_args()

@@ -77,6 +77,7 @@ def run_cell(cell, job, mesh):
     config = config_of(cell, job["model"], len(steps))
     metrics = Metrics(mesh, [])
     policy = Policy(config, mesh, load_hf_config(config.model))
+    left = [second_shards(policy)]
     reference = Reference(config, mesh, load_hf_config(config.model)) if config.loss.beta else None
     parts = Parts(config=config, mesh=mesh, metrics=metrics, tokenizer=None, sampler=None, rewards=None, rollout=None,
                   policy=policy, reference=reference, weight_sync=None, memory=Resident())
@@ -93,12 +94,18 @@ def run_cell(cell, job, mesh):
     for number, completions in enumerate(steps):
         set_advantages(parts, completions)
         learn(parts, completions)
+        left += [second_shards(engine) for engine in (policy, reference) if engine]
         refresh_reference(parts, number)
+        left += [second_shards(reference)] if reference else []
         results.append(metrics.reduce() | {"targets": mesh.all_gather(list(targets))})
         targets.clear()
     weights = {name: tensor.clone() for name, tensor in policy.full_weights(2**20)}
-    engines = [policy, reference] if reference else [policy]
-    results[-1]["second_shards"] = [max(seconds), *map(second_shards, engines)]
+    if "deepspeed" in cell:  # no token is trained: forward runs where the loss needs it, the optimizer does not
+        for completion in steps[-1]:
+            completion.is_trained = False
+        learn(parts, steps[-1])
+        left.append(second_shards(policy))
+    results[-1]["second_shards"] = {"in training": max(seconds), "left": left + [second_shards(policy)]}
     for path in mesh.on_main(lambda: [Path(job["folder"], cell["name"])]):
         save_file(weights, f"{path}.safetensors")
         Path(f"{path}.json").write_text(json.dumps(results))

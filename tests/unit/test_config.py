@@ -6,7 +6,8 @@ import sys
 import pytest
 import yaml
 
-from spmd_rl.checks import DEEPSPEED_OWNED, REFUSED_RAW, VLLM_OWNED, sampler_differences, validate
+from spmd_rl.checks import (DEEPSPEED_OWNED, REFUSED_RAW, VLLM_OWNED, check_cpu_engine, sampler_differences, validate,
+                            validate_saved)
 from spmd_rl.config import Config, ConfigError, as_dict, load_function, parse
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -472,18 +473,32 @@ def test_states_on_disk_are_refused(good, what):
 
 
 @pytest.mark.parametrize("group, stage, message", [
-    (2, 3, None), (4, 3, None), (1, 2, None), (0, 2, None), (3, 3, "must divide the number of ranks, 4"),
+    (2, 3, None), (4, 3, None), (1, 2, None), (1, 3, None), (3, 3, "must divide the number of ranks, 4"),
     (8, 3, "must divide the number of ranks, 4"), (2, 2, "sharded at policy.zero_stage 3 only"),
-    (True, 3, "must divide"), ("2", 3, "must divide"), (-2, 3, "must divide")])
+    *((value, 3, "must divide") for value in (True, "2", -2, 0, 2.0, None, "", [], {}))])
 def test_second_shards_are_of_groups_of_ranks(good, group, stage, message):
     """ZeRO++'s hpZ: DeepSpeed would fail in an assertion once the model is being loaded, or do nothing."""
     good.policy.zero_stage = stage
     good.deepspeed = {"zero_optimization": {"zero_hpz_partition_size": group}}
-    if message is None:
-        validate(good, 4)
-        return
-    with pytest.raises(ConfigError, match=f"deepspeed.zero_optimization.zero_hpz_partition_size is .*{message}"):
-        validate(good, 4)
+    for check in (validate, validate_saved):  # `spmd-rl logprobs` shards its model too
+        if message is None:
+            check(good, 4)
+            continue
+        with pytest.raises(ConfigError, match=f"deepspeed.zero_optimization.zero_hpz_partition_size is .*{message}"):
+            check(good, 4)
+
+
+@pytest.mark.parametrize("option, value", [
+    ("enable_chunked_prefill", True), ("long_prefill_token_threshold", 64), ("max_num_batched_tokens", 100),
+    ("max_num_batched_tokens", None)])
+def test_a_cpu_engine_reads_prompts_whole(good, option, value):
+    """vLLM fails in the middle of a rollout else, or while it starts."""
+    good.data.max_prompt_length, good.rollout.max_completion_length = 100, 28
+    good.vllm = {"max_num_batched_tokens": 128, "enable_chunked_prefill": False}
+    check_cpu_engine(good)
+    good.vllm[option] = value
+    with pytest.raises(ConfigError, match=f"vllm.{option} is {value}: on a CPU the engine has to read prompts whole"):
+        check_cpu_engine(good)
 
 
 @pytest.mark.parametrize("option", ["mics_shard_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights"])
