@@ -104,8 +104,7 @@ def run_cell(cell, job, mesh):
         for completion in steps[-1]:
             completion.is_trained = False
         learn(parts, steps[-1])
-        left.append(second_shards(policy))
-    results[-1]["second_shards"] = {"in training": max(seconds), "left": left + [second_shards(policy)]}
+        results[-1]["second_shards"] = {"in training": max(seconds), "left": left + [second_shards(policy)]}
     for path in mesh.on_main(lambda: [Path(job["folder"], cell["name"])]):
         save_file(weights, f"{path}.safetensors")
         Path(f"{path}.json").write_text(json.dumps(results))
