@@ -72,7 +72,7 @@ def validate(config: Config, world_size: int) -> None:
     _check_ranges(config)
     _check_division(config, world_size)
     _check_raw(config)
-    _check_second_shards(config, world_size)
+    check_second_shards(config, world_size)
     _check_files(config)
     _check_allocator()
 
@@ -95,7 +95,6 @@ def validate_saved(config: Config, world_size: int) -> None:
              f"it must divide the number of ranks, {world_size}")
     _check_sampling(config)
     _check_raw(config)
-    _check_second_shards(config, world_size)
     _check_files(config)
     _check_allocator()
 
@@ -292,8 +291,8 @@ def _check_raw(c: Config) -> None:
                 raise ConfigError(f"{section}.{path} is {value!r}: set by {owner}; set that and remove this")
 
 
-def _check_second_shards(c: Config, world_size: int) -> None:
-    """ZeRO++'s hpZ."""
+def check_second_shards(c: Config, world_size: int) -> None:
+    """Refuse a size of ZeRO++'s hpZ that these ranks cannot have: for whatever shards a model. Raises ConfigError."""
     name = "deepspeed.zero_optimization.zero_hpz_partition_size"
     group = c.deepspeed.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
     _require(type(group) is int and group > 0 and world_size % group == 0, name, group,

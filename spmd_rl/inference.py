@@ -103,7 +103,9 @@ def main_logprobs(args: list[str] | None = None) -> None:
             if getattr(own, name) is None:
                 raise ConfigError(f"--{name} is not given: name a JSONL file")
         config, _ = parse(rest, prog="spmd-rl logprobs")
-        checks.validate_saved(config, Ranks.from_environment().world_size)
+        world_size = Ranks.from_environment().world_size
+        checks.validate_saved(config, world_size)
+        checks.check_second_shards(config, world_size)
         if not os.path.isfile(own.input):
             raise ConfigError(f"--input is {own.input!r}: no such file")
         weight_files(config.model.path)

@@ -214,13 +214,20 @@ def test_a_row_that_cannot_be_scored_is_refused(model, tmp_path, kind, capsys):
     (["logprobs", "--input", "{empty}", "--output", "x", "--model.path", "{model}"], "empty.jsonl: no rows"),
     (["logprobs", "--input", "no-file", "--output", "x", "--model.path", "{model}"], "no-file"),
     (["eval", "--model.path", "{model}"], "data.eval is not set"), (["eval", "--data.eval", "x.jsonl"], "model.path"),
-    (["eval", "--model.path", "{model}", "--data.eval", "nowhere.jsonl"], "data.eval is 'nowhere.jsonl'")])
+    (["eval", "--model.path", "{model}", "--data.eval", "nowhere.jsonl"], "data.eval is 'nowhere.jsonl'"),
+    (["logprobs", "--input", "{empty}", "--output", "x", "--model.path", "{model}",
+      "--deepspeed.zero_optimization.zero_hpz_partition_size", "2"], "must divide the number of ranks, 1"),
+    (["eval", "--model.path", "{model}", "--data.eval", "{rows}", "--mesh.device", "cpu", "--rewards.functions",
+      "[regex]", "--rewards.regex_pattern", "1", "--data.max_prompt_length", "24", "--vllm.enable_chunked_prefill",
+      "true"],
+     "vllm.enable_chunked_prefill is True: on a CPU the engine has to read prompts whole")])
 def test_what_is_missing_is_named(model, tmp_path, capsys, arguments, message):
     """Exit 2 with one line."""
     from spmd_rl.cli import main
 
     (tmp_path / "empty.jsonl").write_text("\ufeff\r\n  \n")
-    places = {"{model}": str(model), "{empty}": str(tmp_path / "empty.jsonl")}
+    places = {"{model}": str(model), "{empty}": str(tmp_path / "empty.jsonl"),
+              "{rows}": str(write_jsonl(tmp_path / "rows.jsonl", make_rows(3, seed=1)))}
     with pytest.raises(SystemExit) as exit_:
         main([places.get(argument, argument) for argument in arguments])
     assert exit_.value.code == 2

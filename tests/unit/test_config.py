@@ -6,8 +6,8 @@ import sys
 import pytest
 import yaml
 
-from spmd_rl.checks import (DEEPSPEED_OWNED, REFUSED_RAW, VLLM_OWNED, check_cpu_engine, sampler_differences, validate,
-                            validate_saved)
+from spmd_rl.checks import (DEEPSPEED_OWNED, REFUSED_RAW, VLLM_OWNED, check_cpu_engine, check_second_shards,
+                            sampler_differences, validate, validate_saved)
 from spmd_rl.config import Config, ConfigError, as_dict, load_function, parse
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -480,7 +480,8 @@ def test_second_shards_are_of_groups_of_ranks(good, group, stage, message):
     """ZeRO++'s hpZ: DeepSpeed would fail in an assertion once the model is being loaded, or do nothing."""
     good.policy.zero_stage = stage
     good.deepspeed = {"zero_optimization": {"zero_hpz_partition_size": group}}
-    for check in (validate, validate_saved):  # `spmd-rl logprobs` shards its model too
+    validate_saved(good, 4)  # an evaluation shards no model
+    for check in (validate, check_second_shards):
         if message is None:
             check(good, 4)
             continue
