@@ -196,7 +196,7 @@ def _others(config: Config, model: ModelShape, world_size: int, device_bytes: in
     bucket = max(config.weight_sync.bucket_mib * 2**20, model.largest_parameter * width)
     # What is gathered, and what comes from other hosts: both at the first sync, which compares them.
     staging = 2 * min(bucket, model.num_parameters * width) if stage == 3 else 0
-    group = int(config.deepspeed.get("zero_optimization", {}).get("zero_hpz_partition_size") or 1)
+    group = _second_shards(config)
     has_second = stage == 3 and group > 1 and _offload_device(config, "offload_param") in (None, "none")
     second = {"second shards": -(-model.num_parameters // group) * width if has_second else 0}
     return {
@@ -225,11 +225,20 @@ def _engine_work(config: Config, model: ModelShape) -> int:
 
 
 def _reduce_bucket(config: Config) -> int:
-    return int(config.deepspeed.get("zero_optimization", {}).get("reduce_bucket_size", REDUCE_BUCKET))
+    return int(_zero(config).get("reduce_bucket_size", REDUCE_BUCKET))
 
 
 def _offload_device(config: Config, name: str) -> Any:
-    return (config.deepspeed.get("zero_optimization", {}).get(name) or {}).get("device")
+    return (_zero(config).get(name) or {}).get("device")
+
+
+def _second_shards(config: Config) -> int:
+    """Ranks that ZeRO++'s hpZ shards weights over again; 1 is none."""
+    return _zero(config).get("zero_hpz_partition_size", 1)
+
+
+def _zero(config: Config) -> dict[str, Any]:
+    return config.deepspeed.get("zero_optimization", {})
 
 
 def _residents(plan: Plan) -> frozenset[Tenant]:
@@ -269,7 +278,7 @@ def _remedy(config: Config, phase: str, shares: bool) -> str:
         found.append(f"lower weight_sync.bucket_mib ({config.weight_sync.bucket_mib})")
     if p.zero_stage < 3:
         found.append(f"raise policy.zero_stage ({p.zero_stage}) on several GPUs")
-    if phase in ("train", "reference") and "zero_hpz_partition_size" in config.deepspeed.get("zero_optimization", {}):
+    if phase in ("train", "reference") and _second_shards(config) > 1:
         found.append("remove deepspeed.zero_optimization.zero_hpz_partition_size")
     if phase == "train":
         found.append("set deepspeed.zero_optimization.offload_optimizer.device cpu")

@@ -197,7 +197,7 @@ class Engine:
 
     def drop_second_shards(self) -> None:
         """Those of ZeRO++'s hpZ, which are planned for beside forward and backward alone."""
-        model.drop_second_shards(self.model.parameters())
+        model.drop_second_shards(p for _, p in self.named_parameters())
 
     def close(self) -> None:
         """Drop DeepSpeed's hooks and buffers; process groups end with the default one."""
