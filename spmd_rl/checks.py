@@ -168,8 +168,6 @@ def _check_ranges(c: Config) -> None:
              "the constant schedule has none: set policy.lr_scheduler_type constant_with_warmup, or 0 here")
     _require(p.warmup_steps < updates, "policy.warmup_steps", p.warmup_steps,
              f"the peak would never be reached in the run's {updates} optimizer steps; set fewer")
-    _require(not (p.compile_layers and p.zero_stage == 3), "policy.compile_layers", True,
-             "at zero_stage 3 a compiled layer would see weights that are not there: set a lower stage, or false here")
     _require(not (c.run.replay and c.run.record_rollouts), "run.record_rollouts", True,
              "a replay samples nothing that could be recorded: leave out one of the two")
     for name, beta in (("policy.adam_beta1", p.adam_beta1), ("policy.adam_beta2", p.adam_beta2)):

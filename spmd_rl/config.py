@@ -284,8 +284,8 @@ class PolicyConfig:
     """Recompute blocks' activations in backward."""
     gradient_checkpointing_every: int = 1
     """Recompute every so-many-th block only: 2 halves the recomputation, and keeps the others' activations."""
-    compile_layers: bool = False
-    """Norms, MLP gates and rotary positions as compiled kernels; not at zero_stage 3."""
+    compile_layers: bool | None = None
+    """Norms, MLP gates and rotary positions as compiled kernels; absent: on a GPU, not on a CPU."""
     logprob_memory_gib: float = 1.0
     """Memory for the tiles of logits in GiB: all logits never exist at once."""
 

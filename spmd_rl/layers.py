@@ -5,8 +5,10 @@ is compiled by itself and not the whole block, so that hooks, checkpointing and 
 """
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,23 +16,38 @@ from torch import Tensor, nn
 
 BACKEND = "inductor"
 MAX_COMPILATIONS = 64  # of one function: ranks of its input, with and without gradient, policy and reference
-MLP_PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
+ROTARY_ARGUMENTS = ["q", "k", "cos", "sin", "unsqueeze_dim"]
 
 
 def compile_layers(lm: Any) -> None:
     """Replace the forwards of a Transformers model's norms and gated MLPs, and its module's rotary function.
 
-    The last is the function of all models of that architecture in this process.
+    What computes something else under those names stays as it is. The rotary function is that of all models of the
+    architecture in this process.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_COMPILATIONS)
     for module in lm.modules():
-        if type(module).__name__.endswith("RMSNorm"):
+        if type(module).__name__.endswith("RMSNorm") and len(inspect.signature(module.forward).parameters) == 1:
             module.forward = functools.partial(_norm, module)
-        elif all(hasattr(module, name) for name in MLP_PARTS):
+        elif _is_gated_mlp(module):
             module.forward = functools.partial(_gated_mlp, module)
     names = vars(sys.modules[type(lm).__module__])
-    if "apply_rotary_pos_emb" in names and not isinstance(names["apply_rotary_pos_emb"], functools.partial):
-        names["apply_rotary_pos_emb"] = functools.partial(_rotary, names["apply_rotary_pos_emb"])
+    rotary = names.get("apply_rotary_pos_emb")
+    if inspect.isfunction(rotary) and list(inspect.signature(rotary).parameters) == ROTARY_ARGUMENTS:
+        names["apply_rotary_pos_emb"] = functools.partial(_rotary, rotary)
+
+
+def _is_gated_mlp(module: Any) -> bool:
+    """Whether its forward is down(act(gate(x)) * up(x)) and no more: tried with other functions in the projections'
+    place, since weights may be elsewhere. A forward that reads anything else of the module fails in that."""
+    if not all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
+        return False
+    parts = SimpleNamespace(gate_proj=torch.sin, up_proj=torch.cos, down_proj=torch.exp, act_fn=module.act_fn)
+    x = torch.linspace(-2, 2, 16)
+    try:
+        return torch.equal(type(module).forward(parts, x), torch.exp(module.act_fn(torch.sin(x)) * torch.cos(x)))
+    except Exception:  # of a stranger's code, whatever it is
+        return False
 
 
 @functools.cache
@@ -57,7 +74,8 @@ def _gated_mlp(module: Any, hidden_1SH: Tensor) -> Tensor:
 
 
 def _gated(activation: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
-    return activation(gate) * up
+    # Not through the module's call: at ZeRO 3 its hooks would be compiled, anew for every layer and length.
+    return activation.forward(gate) * up
 
 
 def _rotary(function: Callable[..., Any], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor,

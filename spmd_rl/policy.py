@@ -93,7 +93,8 @@ class Engine:
         self.hf_config: Any = self.model.lm.config
         self.model.row_lengths = row_lengths(config.batch.max_tokens_per_microbatch, config.max_model_len)
         self.shape = model.shape(self.model.lm)
-        if config.policy.compile_layers:
+        compiled = config.policy.compile_layers
+        if mesh.device.type == "cuda" if compiled is None else compiled:
             compile_layers(self.model.lm)
 
     @property

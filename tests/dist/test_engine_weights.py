@@ -53,7 +53,8 @@ WHOLE_TABLE = ("--stages", "0,1,2,3", "--bucket_mib", "512,1", "--plain", "--tra
 TABLE = [("qwen3", True, 1, 2), ("llama", False, 2, 2),
          *(long(family, tied, tp, 2) for family in ("qwen3", "qwen2", "llama", "gemma3") for tied in (True, False)
            for tp in (1, 2) if (family, tied, tp) not in {("qwen3", True, 1), ("llama", False, 2)}),
-         long("qwen2", True, 2, 4), long("qwen3", False, 1, 4), long("qwen3", True, 1, 1)]
+         long("qwen2", True, 2, 4), long("qwen3", False, 1, 4), long("qwen3", True, 1, 1),
+         long("qwen2", False, 4, 4)]  # with more ranks than key heads
 
 
 @pytest.mark.parametrize("family, tied, tensor_parallel_size, ranks", TABLE)

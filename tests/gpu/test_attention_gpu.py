@@ -1,10 +1,12 @@
 """Packed rows and the log-prob head on CUDA, against plain computation of the same sequences."""
 
+import sys
+
 import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from spmd_rl import attention
+from spmd_rl import attention, layers
 from spmd_rl.attention import PackedSegments
 from spmd_rl.batch import Completion, pack
 from spmd_rl.logprobs import LogprobHead
@@ -96,10 +98,16 @@ def test_shared_prompts_equal_copies(family, make_model):
         assert (got - want).abs().max() <= 2e-3 * max(1.0, float(want.abs().max()))
 
 
-def test_nothing_compiles_after_warm_up(make_model):
-    """Rows of many sizes, forward and backward and forward alone, take two lengths, both compiled with the first."""
+@pytest.mark.parametrize("compiles_layers", [False, True])
+def test_nothing_compiles_after_warm_up(make_model, monkeypatch, compiles_layers):
+    """Rows of many sizes, forward and backward and forward alone, take two lengths, both compiled with the first, and
+    layers that are compiled once for all."""
     sizes = make_model.TINY | dict(head_dim=64, num_heads=2, num_kv_heads=1, dtype=torch.bfloat16)
     model = packed_model(make_model.build_model("qwen3", **sizes).cuda())
+    if compiles_layers:
+        names = sys.modules[type(model.lm).__module__]
+        monkeypatch.setattr(names, "apply_rotary_pos_emb", names.apply_rotary_pos_emb)  # it is put back
+        layers.compile_layers(model.lm)
     model.row_lengths = [512, 1024]
     model.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     compiled = []

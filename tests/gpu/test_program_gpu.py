@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 pytestmark = pytest.mark.gpu
 
+ONE_DEVICE = launching.ROOT / "tests" / "gpu" / "one_device.py"
 STEPS = 3
 REWARDS = {"functions": ["regex"], "regex_pattern": "[0-4]"}  # some completions of a hardly trained model have it
 # Mean |sampler - policy| log-prob in bf16: both round every activation, in kernels of their own.
@@ -76,12 +77,6 @@ def test_a_profiled_step_leaves_a_trace_and_a_snapshot(inputs, tmp_path):
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_two_ranks_on_one_device(tensor_parallel_size, inputs, tmp_path):
     """Real NCCL under ZeRO-3 with two ranks: NCCL takes them for two hosts, and each sees device 0."""
-    # without_launcher sets LOCAL_RANK per rank; here both are on the one device.
-    wrapper = tmp_path / "one_device.py"
-    wrapper.write_text("import os, runpy, sys\n"
-                       "os.environ.update(LOCAL_RANK='0', NCCL_HOSTID='sim' + os.environ['RANK'])\n"
-                       "sys.argv = sys.argv[1:]\n"
-                       "runpy.run_module('spmd_rl.train', run_name='__main__')\n")
     model, train = inputs
     rollout = {"num_generations": 4, "max_completion_length": 6, "enforce_eager": True, "gpu_memory_utilization": 0.1,
                "tensor_parallel_size": tensor_parallel_size}
@@ -90,7 +85,7 @@ def test_two_ranks_on_one_device(tensor_parallel_size, inputs, tmp_path):
         run={"output_dir": str(tmp_path / "run"), "max_steps": STEPS}, mesh={"device": "cuda"},
         policy={"zero_stage": 3, "learning_rate": 0.1}, rewards=REWARDS,
         vllm={"kv_cache_memory_bytes": 2**30, "disable_custom_all_reduce": True})
-    arguments = [str(wrapper), "train", "--config", str(config), "--model.dtype", "bfloat16"]
+    arguments = [str(ONE_DEVICE), "--config", str(config), "--model.dtype", "bfloat16"]
     for finished in launching.without_launcher(2, arguments, timeout_s=240):
         finished.succeeded()
     with open(tmp_path / "run" / "metrics.jsonl") as file:

@@ -49,6 +49,7 @@ def path_with_root():
     ("qwen2", True, 2, "--stages 3 --transports ipc --tensor_parallel_size 2"),
     ("qwen3", False, 4, "--stages 3 --transports ipc --tensor_parallel_size 2"),
     ("gemma3", True, 4, "--stages 3 --transports ipc"),
+    ("qwen2", False, 4, "--stages 1,3 --transports ipc,gather --tensor_parallel_size 4"),  # more ranks than key heads
     ("qwen3", False, 4, "--stages 3 --transports ipc --hosts 2 --bucket_mib 512,1"),
     ("qwen3", True, 4, "--stages 3 --transports ipc --hosts 2 --moving --tensor_parallel_size 2"),
 ])

@@ -168,15 +168,6 @@ def test_options_that_make_sampler_and_policy_differ_are_named(good, name, value
         validate(good, 1)
 
 
-def test_compiled_layers_are_refused_where_weights_come_and_go(good):
-    """At ZeRO stage 3 a compiled layer would keep what is released."""
-    good.policy.compile_layers = True
-    validate(good, 4)
-    good.policy.zero_stage = 3
-    with pytest.raises(ConfigError, match="policy.compile_layers is True.*zero_stage 3"):
-        validate(good, 4)
-
-
 def test_a_replay_needs_no_data_and_records_nothing(good):
     """Its completions are recorded ones: no prompts are read, and none are sampled."""
     good.data.train, good.data.eval, good.run.replay = "", "no/such/file.jsonl", "rollouts"

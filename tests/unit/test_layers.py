@@ -42,6 +42,8 @@ def test_equals_the_plain_layers(plain_compiler, model_folder, completion, close
         model = build(config, load_hf_config(config), 1.0).train()
         if is_compiled:
             layers.compile_layers(model.lm)
+            kinds = [m for m in model.lm.modules() if type(m).__name__.endswith(("RMSNorm", "MLP"))]
+            assert len(kinds) > 4 and all("forward" in vars(m) for m in kinds)
         if checkpointing:
             model.lm.gradient_checkpointing_enable({"use_reentrant": False})
         for size in (20, 33, 50, 7):
@@ -57,3 +59,55 @@ def test_equals_the_plain_layers(plain_compiler, model_folder, completion, close
         close(got, want, 1e-6)
     assert counts[4] > counts[3]  # the compiled model's first row
     assert counts[7] == counts[4]
+
+
+class Scaled(torch.nn.Module):
+    """A gated MLP that also weighs its gate, as Falcon-H1's does."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (torch.nn.Linear(4, 4) for _ in range(3))
+        self.act_fn, self.scale = torch.nn.SiLU(), scale
+
+    def forward(self, x):
+        return self.down_proj(self.up_proj(x) * self.act_fn(self.gate_proj(x) * self.scale))
+
+
+class Squared(Scaled):
+    """One that reads nothing else, and computes something else."""
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) ** 2)
+
+
+class Doubled(Scaled):
+    """One whose projections are its own, and that goes on after them."""
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * 2
+
+
+class GatedRMSNorm(torch.nn.RMSNorm):
+    """A norm of two inputs, as hybrid models have them."""
+
+    def forward(self, x, gate=None):
+        return super().forward(x) * (1 if gate is None else gate)
+
+
+@pytest.mark.parametrize("layer", [Scaled(2.0), Squared(1.0), Doubled(1.0), GatedRMSNorm(4)])
+def test_what_computes_something_else_stays(layer):
+    """A layer with the names of ours and another formula would be trained on wrong numbers, without an error."""
+    x = torch.randn(1, 3, 4)
+    want = layer(x)
+    layers.compile_layers(torch.nn.Sequential(layer))
+    assert "forward" not in vars(layer) and layer(x).equal(want)
+
+
+def test_other_rotary_functions_stay(monkeypatch):
+    """Only the one form that all of the tested families have is replaced, and only once."""
+    def scaled(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+        return q, k
+
+    monkeypatch.setattr(sys.modules[__name__], "apply_rotary_pos_emb", scaled, raising=False)
+    layers.compile_layers(Scaled(1.0))
+    assert vars(sys.modules[__name__])["apply_rotary_pos_emb"] is scaled
