@@ -285,7 +285,7 @@ class PolicyConfig:
     gradient_checkpointing_every: int = 1
     """Recompute every so-many-th block only: 2 halves the recomputation, and keeps the others' activations."""
     compile_layers: bool | None = None
-    """Norms, MLP gates and rotary positions as compiled kernels; absent: on a GPU, not on a CPU."""
+    """Norms, MLP gates and rotary positions as compiled kernels; absent: on a GPU, but for mesh.full_determinism."""
     logprob_memory_gib: float = 1.0
     """Memory for the tiles of logits in GiB: all logits never exist at once."""
 

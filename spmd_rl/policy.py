@@ -94,7 +94,10 @@ class Engine:
         self.model.row_lengths = row_lengths(config.batch.max_tokens_per_microbatch, config.max_model_len)
         self.shape = model.shape(self.model.lm)
         compiled = config.policy.compile_layers
-        if mesh.device.type == "cuda" if compiled is None else compiled:
+        if compiled is None:
+            # A compiler that picks kernels by their speed may pick others, of other last bits, in the next run.
+            compiled = mesh.device.type == "cuda" and not config.mesh.full_determinism
+        if compiled:
             compile_layers(self.model.lm)
 
     @property

@@ -19,6 +19,10 @@ UNTIED = ["dapo", "grpo-kl"]
 # Weights sharded over all ranks and again within pairs of them, the smallest ones (of 64) kept whole.
 SECOND = {"deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 100}}}
 SECOND_LOSSES = ["dapo", "grpo-kl", "kl-moving"]  # without a reference, with one that stays, with one that moves
+# DeepSpeed's hooks on whole blocks in place of every module.
+BLOCKS = {"deepspeed": {"zero_optimization": {"leaf_module": {"classes": ["Qwen3DecoderLayer"]},
+                                              "stage3_param_persistence_threshold": 100}}}
+BLOCK_LOSSES = ["dapo", "kl-moving"]
 WHOLE_ROWS = [*COPIES, "shared-rows"]
 BF16_ROWS = ["one-row", "row-each", "shared"]
 
@@ -29,6 +33,8 @@ def core_cells(num_ranks):
     cells = [cell_of(stage, rows[num_ranks], "dapo") for stage in STAGES for rows in (CORE_ROWS, SHARED_ROWS)]
     if num_ranks == 1:
         cells += [cell_of(0, "shared-split", loss) for loss in LOSSES]
+    if num_ranks == 2:
+        cells += [cell_of(3, "shared-split", loss, **BLOCKS) for loss in BLOCK_LOSSES]
     if num_ranks == 4:
         cells += [cell_of(3, "some-rows", loss, **SECOND) for loss in SECOND_LOSSES]
     stages = {1: dict.fromkeys(LOSSES, 0), 2: FAMILY_STAGES, 4: {}}[num_ranks]
@@ -106,6 +112,12 @@ def test_second_shards_change_no_step(learned, loss):
     assert_same((results, weights), learned.cell("core", *STANDARD, loss), loss)
     found = results[-1]["second_shards"]
     assert found["in training"] > 0 and not any(found["left"]) and len(found["left"]) >= 4
+
+
+@pytest.mark.parametrize("loss", BLOCK_LOSSES)
+def test_blocks_as_a_whole_change_no_step(learned, loss):
+    """A block's weights gathered and its gradients reduced at once, also those of a reference that moves."""
+    assert_same(learned.cell("core", 2, 3, "shared-split", loss), learned.cell("core", *STANDARD, loss), loss)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -5,4 +5,18 @@ import os
 import runpy
 
 os.environ.update(LOCAL_RANK="0", NCCL_HOSTID=f"simulated-{os.environ['RANK']}")
+
+from spmd_rl.rollout import Rollout  # noqa: E402
+
+alone = Rollout.sleep
+
+
+def together(self):
+    """vLLM takes what other processes allocate while it falls asleep for its own, and fails; an engine that still
+    starts allocates more than another frees."""
+    self._mesh.all_gather(0)
+    alone(self)
+
+
+Rollout.sleep = together
 runpy.run_module("spmd_rl.train", run_name="__main__")
