@@ -24,10 +24,9 @@ def ranks(count):
     return pytest.param(count, marks=pytest.mark.multi_gpu(count))
 
 
-def places(count, gpus, *values):
+def places(count, gpus):
     """So many ranks on so many GPUs: as many, or one."""
-    mark = pytest.mark.gpu if gpus == 1 else pytest.mark.multi_gpu(gpus)
-    return pytest.param((count, gpus), *values, marks=mark)
+    return pytest.param((count, gpus), marks=pytest.mark.gpu if gpus == 1 else pytest.mark.multi_gpu(gpus))
 
 
 @pytest.fixture(scope="module")
