@@ -54,7 +54,7 @@ class MeshConfig:
     timeout_s: float = 1800.0
     """Longest time in seconds that a rank waits for the others in any collective, of any phase."""
     full_determinism: bool = False
-    """Deterministic kernels only (slower); an operation that has none raises."""
+    """Deterministic kernels only (slower); an operation that has none raises. See policy.compile_layers."""
 
 
 @dataclass

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 BACKEND = "inductor"
 MAX_COMPILATIONS = 64  # of one function: ranks of its input, with and without gradient, policy and reference
-ROTARY_ARGUMENTS = ["q", "k", "cos", "sin", "unsqueeze_dim"]
+MLP_PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
 
 def compile_layers(lm: Any) -> None:
@@ -27,25 +27,33 @@ def compile_layers(lm: Any) -> None:
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_COMPILATIONS)
     for module in lm.modules():
-        if type(module).__name__.endswith("RMSNorm") and len(inspect.signature(module.forward).parameters) == 1:
-            module.forward = functools.partial(_norm, module)
-        elif _is_gated_mlp(module):
-            module.forward = functools.partial(_gated_mlp, module)
+        is_norm = type(module).__name__.endswith("RMSNorm")
+        if "forward" in vars(module) or not (is_norm or _is_gated_mlp(module)):
+            continue
+        if len(inspect.signature(module.forward).parameters) == 1:
+            module.forward = functools.partial(_norm if is_norm else _gated_mlp, module)
     names = vars(sys.modules[type(lm).__module__])
     rotary = names.get("apply_rotary_pos_emb")
-    if inspect.isfunction(rotary) and list(inspect.signature(rotary).parameters) == ROTARY_ARGUMENTS:
+    if inspect.isfunction(rotary) and _takes_heads_first(rotary):
         names["apply_rotary_pos_emb"] = functools.partial(_rotary, rotary)
+
+
+def _takes_heads_first(rotary: Callable[..., Any]) -> bool:
+    arguments = inspect.signature(rotary).parameters
+    return list(arguments) == ["q", "k", "cos", "sin", "unsqueeze_dim"] and arguments["unsqueeze_dim"].default == 1
 
 
 def _is_gated_mlp(module: Any) -> bool:
     """Whether its forward is down(act(gate(x)) * up(x)) and no more: tried with other functions in the projections'
     place, since weights may be elsewhere. A forward that reads anything else of the module fails in that."""
-    if not all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
+    if not all(isinstance(getattr(module, name, None), nn.Module) for name in MLP_PARTS):
         return False
-    parts = SimpleNamespace(gate_proj=torch.sin, up_proj=torch.cos, down_proj=torch.exp, act_fn=module.act_fn)
-    x = torch.linspace(-2, 2, 16)
+    gate, up, down = (lambda x: 1e3 * torch.sin(x)), (lambda x: 1e3 * torch.cos(x)), torch.neg
+    x = torch.linspace(-3, 3, 64)
     try:
-        return torch.equal(type(module).forward(parts, x), torch.exp(module.act_fn(torch.sin(x)) * torch.cos(x)))
+        found = type(module).forward(SimpleNamespace(gate_proj=gate, up_proj=up, down_proj=down, act_fn=module.act_fn),
+                                     x)
+        return torch.equal(found, down(module.act_fn(gate(x)) * up(x)))
     except Exception:  # of a stranger's code, whatever it is
         return False
 
@@ -78,9 +86,11 @@ def _gated(activation: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
     return activation.forward(gate) * up
 
 
-def _rotary(function: Callable[..., Any], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor,
+def _rotary(function: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor,
             unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """query and key (1, heads, S, head size) for unsqueeze_dim 1; cos and sin (1, S, head size)."""
+    """q and k (1, heads, S, head size) for unsqueeze_dim 1; cos and sin (1, S, head size)."""
+    if torch.compiler.is_compiling():  # in a model of somebody else's, as vLLM's Transformers backend: marks break it
+        return function(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
     tokens = 2 if unsqueeze_dim == 1 else 1
-    return _compiled(function)(_any_length(query, tokens), _any_length(key, tokens), _any_length(cos, 1),
+    return _compiled(function)(_any_length(q, tokens), _any_length(k, tokens), _any_length(cos, 1),
                                _any_length(sin, 1), unsqueeze_dim=unsqueeze_dim)

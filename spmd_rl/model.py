@@ -92,8 +92,12 @@ class LogprobModel(nn.Module):
             raise ConfigError(f"{type(lm).__name__} has a bias in its output projection: it is not supported")
         lm.set_output_embeddings(LogprobHead(output.weight, logprob_memory_gib))
         for module in lm.modules():
+            # The sampler has no dropout: with it the policy that is trained is not the one that sampled.
             if isinstance(module, nn.Dropout):
-                module.p = 0.0  # the sampler has none: with it the policy that is trained is not the one that sampled
+                module.p = 0.0
+            for name, value in list(vars(module).items()):
+                if "dropout" in name and isinstance(value, float):
+                    setattr(module, name, 0.0)
 
     def forward(self, input_ids_S: Tensor, positions_S: Tensor, segments_3S: Tensor, target_index_N: Tensor,
                 target_ids_N: Tensor, temperature: float, boundaries_B: Tensor | None = None,

@@ -95,7 +95,7 @@ class Engine:
         self.shape = model.shape(self.model.lm)
         compiled = config.policy.compile_layers
         if compiled is None:
-            # A compiler that picks kernels by their speed may pick others, of other last bits, in the next run.
+            # Kernels of a compiler are not known to be the same ones in the next run.
             compiled = mesh.device.type == "cuda" and not config.mesh.full_determinism
         if compiled:
             compile_layers(self.model.lm)

@@ -73,7 +73,7 @@ TOLERANCE = 1e-6
 # such factors weigh. Two layouts may differ by twice the former. A completion's weight sums up 16 such errors.
 TOLERANCE_OF_RATIOS, TOLERANCE_OF_COMPLETIONS = 4.5e-6, 1e-5
 RATIOS = ("ratio", "kl", "sampling/")
-NOT_COMPARED = ("timing/", "perf/", "memory/", "targets", "second_shards")
+NOT_COMPARED = ("timing/", "perf/", "memory/", "targets", "second_shards", "leaves")
 
 
 def name_of(stage, rows, loss):

@@ -117,7 +117,9 @@ def test_second_shards_change_no_step(learned, loss):
 @pytest.mark.parametrize("loss", BLOCK_LOSSES)
 def test_blocks_as_a_whole_change_no_step(learned, loss):
     """A block's weights gathered and its gradients reduced at once, also those of a reference that moves."""
-    assert_same(learned.cell("core", 2, 3, "shared-split", loss), learned.cell("core", *STANDARD, loss), loss)
+    results, weights = learned.cell("core", 2, 3, "shared-split", loss)
+    assert results[-1]["leaves"] == 2  # a layer each
+    assert_same((results, weights), learned.cell("core", *STANDARD, loss), loss)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -13,6 +13,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from deepspeed.utils import get_z3_leaf_modules
 from ranks import one_rank
 from safetensors.torch import save_file
 
@@ -105,6 +106,7 @@ def run_cell(cell, job, mesh):
             completion.is_trained = False
         learn(parts, steps[-1])
         results[-1]["second_shards"] = {"in training": max(seconds), "left": left + [second_shards(policy)]}
+        results[-1]["leaves"] = len(get_z3_leaf_modules(policy.engine.module))
     for path in mesh.on_main(lambda: [Path(job["folder"], cell["name"])]):
         save_file(weights, f"{path}.safetensors")
         Path(f"{path}.json").write_text(json.dumps(results))

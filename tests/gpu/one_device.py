@@ -12,10 +12,11 @@ alone = Rollout.sleep
 
 
 def together(self):
-    """vLLM takes what other processes allocate while it falls asleep for its own, and fails; an engine that still
-    starts allocates more than another frees."""
+    """vLLM takes what other processes allocate while it falls asleep for its own, and fails: an engine that still
+    starts, or training states that return."""
     self._mesh.all_gather(0)
     alone(self)
+    self._mesh.all_gather(0)
 
 
 Rollout.sleep = together

@@ -61,30 +61,44 @@ def test_equals_the_plain_layers(plain_compiler, model_folder, completion, close
     assert counts[7] == counts[4]
 
 
-class Scaled(torch.nn.Module):
-    """A gated MLP that also weighs its gate, as Falcon-H1's does."""
+class Gated(torch.nn.Module):
+    """An MLP with the parts of those that are compiled."""
 
-    def __init__(self, scale):
+    def __init__(self, act_fn=None):
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = (torch.nn.Linear(4, 4) for _ in range(3))
-        self.act_fn, self.scale = torch.nn.SiLU(), scale
+        self.act_fn, self.scale = act_fn or torch.nn.SiLU(), 2.0
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Scaled(Gated):
+    """Falcon-H1's, which weighs its gate."""
 
     def forward(self, x):
         return self.down_proj(self.up_proj(x) * self.act_fn(self.gate_proj(x) * self.scale))
 
 
-class Squared(Scaled):
-    """One that reads nothing else, and computes something else."""
+class Clamped(Gated):
+    """One that differs for large values only."""
 
     def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) ** 2)
+        return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=7)) * self.up_proj(x))
 
 
-class Doubled(Scaled):
-    """One whose projections are its own, and that goes on after them."""
+class Doubled(Gated):
+    """One that goes on after its projections."""
 
     def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * 2
+        return super().forward(x) * 2
+
+
+class Residual(Gated):
+    """One of two inputs."""
+
+    def forward(self, x, residual=None):
+        return super().forward(x) + (0 if residual is None else residual)
 
 
 class GatedRMSNorm(torch.nn.RMSNorm):
@@ -94,20 +108,51 @@ class GatedRMSNorm(torch.nn.RMSNorm):
         return super().forward(x) * (1 if gate is None else gate)
 
 
-@pytest.mark.parametrize("layer", [Scaled(2.0), Squared(1.0), Doubled(1.0), GatedRMSNorm(4)])
+def with_own_forward(layer):
+    layer.forward = torch.tanh
+    return layer
+
+
+@pytest.mark.parametrize("layer", [
+    Scaled(), Clamped(), Doubled(), Residual(), GatedRMSNorm(4), Gated(torch.nn.functional.silu),
+    with_own_forward(Gated()), with_own_forward(torch.nn.RMSNorm(4))], ids=lambda layer: type(layer).__name__)
 def test_what_computes_something_else_stays(layer):
     """A layer with the names of ours and another formula would be trained on wrong numbers, without an error."""
-    x = torch.randn(1, 3, 4)
-    want = layer(x)
-    layers.compile_layers(torch.nn.Sequential(layer))
-    assert "forward" not in vars(layer) and layer(x).equal(want)
+    x = 100 * torch.randn(1, 3, 4)
+    before, want = vars(layer).get("forward"), layer(x)
+    layers.compile_layers(torch.nn.Sequential(layer, taken := Gated()))
+    assert vars(layer).get("forward") is before and layer(x).equal(want) and "forward" in vars(taken)
 
 
-def test_other_rotary_functions_stay(monkeypatch):
-    """Only the one form that all of the tested families have is replaced, and only once."""
-    def scaled(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-        return q, k
+def heads_last(q, k, cos, sin, unsqueeze_dim=2):
+    return q, k
 
-    monkeypatch.setattr(sys.modules[__name__], "apply_rotary_pos_emb", scaled, raising=False)
-    layers.compile_layers(Scaled(1.0))
-    assert vars(sys.modules[__name__])["apply_rotary_pos_emb"] is scaled
+
+def with_positions(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+    return q, k
+
+
+@pytest.mark.parametrize("rotary", [heads_last, with_positions])
+def test_other_rotary_functions_stay(monkeypatch, rotary):
+    """Only the one form that all of the tested families have is replaced."""
+    monkeypatch.setattr(sys.modules[__name__], "apply_rotary_pos_emb", rotary, raising=False)
+    layers.compile_layers(Gated())
+    assert vars(sys.modules[__name__])["apply_rotary_pos_emb"] is rotary
+
+
+def test_the_rotary_function_serves_others(plain_compiler, model_folder):
+    """It is replaced once for all models of a module in the process, and one of them that somebody else compiles as a
+    whole, vLLM with its Transformers backend, still can be."""
+    config = ModelConfig(path=model_folder("llama"), dtype="float32")
+    ours, others = (build(config, load_hf_config(config), 1.0) for _ in range(2))
+    for _ in range(2):
+        layers.compile_layers(ours.lm)
+    names = vars(sys.modules[type(ours.lm).__module__])
+    assert not isinstance(names["apply_rotary_pos_emb"].args[0], layers.functools.partial)
+    tokens = torch.arange(5, 25)[None]
+    others.lm.set_attn_implementation("sdpa")
+    want = others.lm.base_model(tokens, use_cache=False).last_hidden_state
+    whole = torch.compile(others.lm.base_model, fullgraph=True, backend="aot_eager")
+    got = whole(tokens, use_cache=False).last_hidden_state
+    restored_rotary(ours)
+    assert (got - want).abs().max() < 1e-5

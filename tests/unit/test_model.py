@@ -286,3 +286,18 @@ def test_a_folder_without_safetensors_is_refused(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(ConfigError, match="model.safetensors"):
         weight_files(str(tmp_path))
+
+
+@pytest.mark.parametrize("model_type, shares", [
+    ("seed_oss", dict(residual_dropout=0.5, attention_dropout=0.5, head_dim=8)),
+    ("gpt_neox", dict(hidden_dropout=0.5, attention_dropout=0.5))])
+def test_no_dropout_is_left(completion, tmp_path, model_type, shares):
+    """Neither in modules nor in functions with a share of their own: the sampler has none, and log-probs in training
+    are those of scoring."""
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **TINY | shares)).save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path), dtype="float32")
+    model = build(config, load_hf_config(config), 1.0)
+    mb = pack([completion(list(range(5, 25)), prompt_ids=[1, 2, 3])], torch.device("cpu"))
+    found = [model.train(training)(mb.input_ids_S, mb.positions_S, mb.segments_3S, mb.target_index_N, mb.target_ids_N,
+                                   1.0)[0] for training in (False, True)]
+    assert found[0].equal(found[1])
