@@ -60,8 +60,9 @@ def measure(args: argparse.Namespace, mesh: Mesh) -> dict[str, object]:
     is_cuda = mesh.device.type == "cuda"
     claim_workspaces(mesh.device)
     context = used_bytes(mesh.device)
-    if is_cuda and max(mesh.all_gather(context)) > CONTEXT_BYTES:
-        sys.exit(f"{context / GIB:.1f} GiB of the GPU are in use before this begins, by other processes: what is left "
+    most = max(mesh.all_gather(context))
+    if is_cuda and most > CONTEXT_BYTES:
+        sys.exit(f"{most / GIB:.1f} GiB of a GPU are in use before this begins, by other processes: what is left "
                  "of its own could not be told")
     config = Config(run=RunConfig(max_steps=args.cycles + 2), model=ModelConfig(path=args.model, dtype=args.dtype),
                     batch=BatchConfig(max_tokens_per_microbatch=args.tokens),

@@ -13,7 +13,6 @@ def test_every_column_that_needs_no_gpu_has_a_number(model, prompts, tmp_path):
     out = tmp_path / "scaling.json"
     run([str(ROOT / "tools" / "bench_scaling.py"), "--model", str(model), "--train", str(prompts / "train.jsonl"),
          "--ranks", "1,2", "--stage", "3", "--device", "cpu", "--dtype", "float32", "--steps", "3", "--warm_up", "1",
-
          "--prompts", "2", "--num_generations", "4", "--max_prompt_length", "24", "--max_completion_length", "6",
          "--out", str(out)]).succeeded()
     one, two = json.loads(out.read_text())["runs"]

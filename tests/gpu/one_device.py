@@ -4,9 +4,7 @@ a host to one device, gets a host's name a rank."""
 import os
 import runpy
 
-os.environ.update(LOCAL_RANK="0", NCCL_HOSTID=f"simulated-{os.environ['RANK']}")
-
-from spmd_rl.rollout import Rollout  # noqa: E402
+from spmd_rl.rollout import Rollout
 
 alone = Rollout.sleep
 
@@ -19,5 +17,6 @@ def together(self):
     self._mesh.all_gather(0)
 
 
+os.environ.update(LOCAL_RANK="0", NCCL_HOSTID=f"simulated-{os.environ['RANK']}")
 Rollout.sleep = together
 runpy.run_module("spmd_rl.train", run_name="__main__")

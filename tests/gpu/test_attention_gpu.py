@@ -4,13 +4,12 @@ import sys
 
 import pytest
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from packed import packed_model
 
 from spmd_rl import attention, layers
 from spmd_rl.attention import PackedSegments
 from spmd_rl.batch import Completion, pack
 from spmd_rl.logprobs import LogprobHead
-from spmd_rl.model import LogprobModel
 
 pytestmark = pytest.mark.gpu
 
@@ -38,13 +37,6 @@ def groups(vocab_size: int, size: int = 700) -> list[list[Completion]]:
         ids = tokens(prompt)
         made.append([Completion(number, i, ids, tokens(n), [0.0] * n, "stop", 0) for i, n in enumerate(lengths)])
     return made
-
-
-def packed_model(lm):
-    """The wrapper around a model, with packed attention."""
-    ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.packed_attention)
-    lm.set_attn_implementation(attention.NAME)
-    return LogprobModel(lm, 0.01)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "gemma3"])

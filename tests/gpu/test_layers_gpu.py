@@ -4,11 +4,10 @@ import sys
 
 import pytest
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from packed import packed_model
 
-from spmd_rl import attention, layers
+from spmd_rl import layers
 from spmd_rl.batch import Completion, pack
-from spmd_rl.model import LogprobModel
 
 pytestmark = pytest.mark.gpu
 FAMILIES = ["qwen3", "qwen2", "llama", "gemma3"]
@@ -25,13 +24,11 @@ def learned(make_model, monkeypatch):
         lm = make_model.build_model(family, **sizes).cuda().train()
         for parameter in lm.parameters():  # no buffers: rotary frequencies in bf16 are coarser than all the rest
             parameter.data = parameter.data.to(dtype)
-        ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.packed_attention)
-        lm.set_attn_implementation(attention.NAME)
         names = sys.modules[type(lm).__module__]
         monkeypatch.setattr(names, "apply_rotary_pos_emb", names.apply_rotary_pos_emb)
         if is_compiled:
             layers.compile_layers(lm)
-        model = LogprobModel(lm, 0.01)
+        model = packed_model(lm)
         logprobs = []
         for ids in rows:
             completion = Completion(0, 0, ids[:20], ids[20:], [0.0] * (len(ids) - 20), "stop", 0)

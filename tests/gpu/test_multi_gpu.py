@@ -117,7 +117,7 @@ def test_a_step_is_the_same_on_several_ranks(steps, place, stage):
 
 @pytest.mark.parametrize("tensor_parallel_size, group", [(4, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("place", [places(4, 4), places(4, 1)], ids=str)
-def test_nor_with_several_ranks_an_engine_or_second_shards(steps, place, tensor_parallel_size, group):
+def test_a_step_is_the_same_with_larger_engines_and_second_shards(steps, place, tensor_parallel_size, group):
     """ZeRO 3 with an engine of all four ranks, and with ZeRO++'s second shards in pairs (hpZ)."""
     same_first_step(steps(place, 3, "always", tensor_parallel_size, group), steps((1, 1), 3, "always"))
 
